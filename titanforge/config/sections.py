@@ -1,0 +1,389 @@
+"""Every configuration key: one dataclass per TOML section, help under each field.
+
+The string literal below a field is that key's documentation: ``--help`` and
+``docs/config.md`` are made from it. Names and meanings follow torchtitan's TOML
+configuration wherever the same thing exists there. This module imports nothing
+of ours, and validates nothing beyond types: ``loader`` checks words and types,
+``validation`` checks sections against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class Job:
+    config_file: str | None = None
+    """TOML file to read; command-line keys win over it."""
+    dump_folder: str = "./outputs"
+    """Folder that receives everything a run writes: metrics, checkpoints, traces, plots."""
+    description: str = "default job"
+    """One line about the run, shown at start-up and in the dashboards."""
+    print_config: bool = False
+    """Print the merged configuration at start-up."""
+    save_config_file: str | None = None
+    """Also write the merged configuration to this file, relative to `job.dump_folder`."""
+    dry_run: bool = False
+    """Validate everything, build the model without memory, print sizes and layout, and exit."""
+
+
+@dataclass
+class Profiling:
+    enable_profiling: bool = False
+    """Write torch.profiler traces (Chrome format)."""
+    save_traces_folder: str = "profile_traces"
+    """Where traces go, relative to `job.dump_folder`."""
+    profile_freq: int = 10
+    """Take one trace every this many steps."""
+    profiler_active: int = 1
+    """Steps that each trace covers."""
+    profiler_warmup: int = 3
+    """Steps the profiler runs before each trace, not recorded."""
+    enable_memory_snapshot: bool = False
+    """Record the CUDA allocator's history; dump it every `profile_freq` steps and at out-of-memory."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Where memory snapshots go, relative to `job.dump_folder`."""
+
+
+@dataclass
+class Metrics:
+    log_freq: int = 10
+    """Log every this many steps (the first and the last step are always logged)."""
+    enable_tensorboard: bool = False
+    """Also write TensorBoard events."""
+    disable_color_printing: bool = False
+    """Plain console lines, no colours."""
+    save_tb_folder: str = "tb"
+    """Where TensorBoard events go, relative to `job.dump_folder`."""
+    save_for_all_ranks: bool = False
+    """Write TensorBoard, W&B and JSONL for every rank, not for the first alone."""
+    enable_wandb: bool = False
+    """Also log to Weights & Biases: online when logged in, offline otherwise, never a prompt."""
+    wandb_project: str = "titanforge"
+    """W&B project; the environment variable WANDB_PROJECT wins. Entity, name and ids: WANDB_* too."""
+
+
+@dataclass
+class Model:
+    name: str = "llama3"
+    """Model family."""
+    flavor: str = "debugmodel"
+    """Size within the family."""
+    hf_assets_path: str = ""
+    """Folder with the tokenizer's files (and weights, for checkpoint.initial_load_in_hf)."""
+    dim: int | None = None
+    """Override the flavor's model width."""
+    n_layers: int | None = None
+    """Override the flavor's number of blocks."""
+    n_heads: int | None = None
+    """Override the flavor's number of query heads."""
+    n_kv_heads: int | None = None
+    """Override the flavor's number of key/value heads."""
+    hidden_dim: int | None = None
+    """Override the flavor's feed-forward width."""
+    vocab_size: int | None = None
+    """Override the vocabulary; default: the flavor's, or for `debugmodel` the tokenizer's."""
+
+
+@dataclass
+class ParamGroup:
+    pattern: str = ""
+    """Regular expression searched in the parameter's full name; the first group that matches wins."""
+    lr: float | None = None
+    """Peak learning rate of this group; default `optimizer.lr`."""
+    weight_decay: float | None = None
+    """Decoupled weight decay of this group; default `optimizer.weight_decay`."""
+    beta1: float | None = None
+    """First-moment decay of this group; default `optimizer.beta1`."""
+    beta2: float | None = None
+    """Second-moment decay of this group; default `optimizer.beta2`."""
+    eps: float | None = None
+    """Epsilon of this group; default `optimizer.eps`."""
+
+
+@dataclass
+class ScalarOptimizer:
+    name: str = "AdamW"
+    """Rule for the weights that a matrix rule does not take: embeddings, head, norms, biases."""
+    lr: float | None = None
+    """Peak learning rate; default `optimizer.lr`."""
+    beta1: float = 0.9
+    """First-moment decay."""
+    beta2: float = 0.95
+    """Second-moment decay."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+
+
+@dataclass
+class Optimizer:
+    name: str = "AdamW"
+    """Update rule, any case: see docs/optimizers.md for the list."""
+    lr: float = 8e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """First-moment decay (Adam family, Lion)."""
+    beta2: float = 0.95
+    """Second-moment decay (Adam family, Lion)."""
+    eps: float = 1e-8
+    """Added to the denominator (Adam family)."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; norms, biases and embeddings get none unless a group says so."""
+    momentum: float = 0.9
+    """Momentum of SGD and of the matrix rules."""
+    nesterov: bool = False
+    """Nesterov momentum (SGD, Muon)."""
+    implementation: Literal["native", "fused", "foreach", "for-loop"] = "native"
+    """`native`: titanforge's rules. The others: torch.optim's implementations (AdamW, Adam, SGD)."""
+    state_dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32"
+    """How optimizer states are stored (`native`)."""
+    master_weights: Literal["none", "float32", "stochastic_rounding"] = "none"
+    """How bfloat16 weights keep small updates; only with training.dtype = "bfloat16" (`native`)."""
+    param_groups: list[ParamGroup] = field(default_factory=list)
+    """Groups by name pattern (`[[optimizer.param_groups]]`); what none matches gets the defaults."""
+    scalar: ScalarOptimizer = field(default_factory=ScalarOptimizer)
+    """The rule beside a matrix rule."""
+
+
+@dataclass
+class LRScheduler:
+    warmup_steps: int = 200
+    """Steps of linear warm-up."""
+    total_steps: int | None = None
+    """Length of the schedule; default training.steps. Set it to stop early but keep the schedule."""
+    decay_ratio: float | None = None
+    """Share of the schedule that decays (warm-up, stable, decay); default: all after warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: float = 0.0
+    """Floor of the decay, as a share of the peak learning rate."""
+
+
+@dataclass
+class DataLoader:
+    num_workers: int = 0
+    """Worker processes per rank. The order of the data does not depend on it."""
+    persistent_workers: bool = False
+    """Keep the workers alive between passes."""
+    pin_memory: bool = False
+    """Copy batches through page-locked memory."""
+    prefetch_factor: int | None = None
+    """Batches loaded ahead by each worker; default: the loader's own (2)."""
+
+
+@dataclass
+class Training:
+    dataset: str = "python_stdlib"
+    """`python_stdlib` (the standard library's sources), `text`, `jsonl`, or `parquet`."""
+    dataset_path: str | None = None
+    """File, folder or glob of the dataset (`text`, `jsonl`, `parquet`)."""
+    local_batch_size: int = 8
+    """Sequences per rank and micro-batch."""
+    global_batch_size: int = -1
+    """Sequences per optimizer step over all ranks; -1: local_batch_size x data-parallel degree.
+    More than that is reached by gradient accumulation."""
+    seq_len: int = 2048
+    """Tokens per sequence."""
+    max_norm: float = 1.0
+    """Clip the gradient's global norm to this; 0: no clipping."""
+    steps: int = 10000
+    """Optimizer steps to train."""
+    enable_cpu_offload: bool = False
+    """Keep sharded weights, gradients and states in host memory (FSDP)."""
+    dtype: Literal["bfloat16", "float32"] = "float32"
+    """How weights are stored."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """What the forward and backward pass compute in when weights are float32."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """What gradients are reduced in."""
+    gc_freq: int = 50
+    """Collect Python garbage every this many steps, never in between."""
+    nonfinite_loss: Literal["stop", "skip"] = "stop"
+    """A step with a non-finite loss never changes the weights. Then: stop with an error, or go on."""
+    dataloader: DataLoader = field(default_factory=DataLoader)
+    """The loader."""
+
+
+@dataclass
+class Data:
+    tokenizer: str = "auto"
+    """`auto` (from model.hf_assets_path, else byte), `byte`, or the path of a tokenizer file."""
+    text_key: str = "text"
+    """Field or column that holds the text (`jsonl`, `parquet`)."""
+    num_streams: int = 64
+    """Independent packing streams. Fixed for the life of a run: the order of the data follows from it."""
+    shuffle: bool = True
+    """Shuffle the documents anew in each epoch (seeded by debug.seed)."""
+    repeat: bool = True
+    """Start over when the data ends; false: stop with an error that says so."""
+    document_mask: bool = True
+    """Attention stays within a document, and positions restart with each."""
+    validation_fraction: float = 0.02
+    """Share of the documents held out for validation, chosen by content hash."""
+
+
+@dataclass
+class Parallelism:
+    data_parallel_replicate_degree: int = 1
+    """Replicas of the model; the sync policy keeps them together."""
+    data_parallel_shard_degree: int = -1
+    """Ranks that shard weights, gradients and states (FSDP2); -1: what the others leave."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered weights after forward. `default`: always."""
+    tensor_parallel_degree: int = 1
+    """Tensor-parallel ranks (1: off)."""
+    pipeline_parallel_degree: int = 1
+    """Pipeline stages (1: off)."""
+    context_parallel_degree: int = 1
+    """Ranks that share one sequence (1: off)."""
+    context_parallel_method: Literal["ring", "ulysses"] = "ring"
+    """How attention crosses context-parallel ranks."""
+    expert_parallel_degree: int = 1
+    """Ranks that share the experts (1: off)."""
+
+
+@dataclass
+class Sync:
+    policy: Literal["every_step"] = "every_step"
+    """When replicas talk."""
+    bucket_mib: float = 32.0
+    """Size of one reduction bucket, in MiB."""
+
+
+@dataclass
+class Forge:
+    enable: bool = False
+    """Run the optimizer where the weight gradient is made, so that no gradient is stored."""
+    kernel: str = "auto"
+    """`auto`, or a kernel form by name."""
+    clip: Literal["exact", "lagged"] = "exact"
+    """How `training.max_norm` is honoured by fused weights: `exact` cannot be, `lagged` can."""
+    accumulation: Literal["auto", "stash", "buffer"] = "auto"
+    """How micro-batches are joined for rules that are not affine in the gradient."""
+
+
+@dataclass
+class Checkpoint:
+    enable: bool = False
+    """Save checkpoints, and resume from the newest complete one in `checkpoint.folder`."""
+    folder: str = "checkpoint"
+    """Where checkpoints go, relative to `job.dump_folder`."""
+    interval: int = 500
+    """Save every this many steps (the last step is always saved)."""
+    initial_load_path: str | None = None
+    """Checkpoint to start from when `checkpoint.folder` holds none."""
+    initial_load_model_only: bool = True
+    """From `initial_load_path` take the weights alone; false: everything."""
+    last_save_model_only: bool = False
+    """Save weights alone at the last step (cannot be resumed)."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Dtype of the weights in a model-only last save."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """`async`: copy to host memory, then write while training goes on; the other pins that memory."""
+    keep_latest_k: int = 10
+    """Keep this many checkpoints; 0: all. 1 is refused: one must survive a crash during a save."""
+    load_step: int = -1
+    """Step to resume from; -1: the newest complete one."""
+    exclude_from_loading: list[str] = field(default_factory=list)
+    """Parts not to load: any of model, optimizer, lr_scheduler, dataloader, train_state."""
+    enable_first_step_checkpoint: bool = False
+    """Also save after the first step."""
+    create_seed_checkpoint: bool = False
+    """Initialise on one process, save as step 0, and exit."""
+    load_only: bool = False
+    """Load but never save."""
+
+
+@dataclass
+class ActivationCheckpoint:
+    mode: Literal["none", "selective", "full"] = "selective"
+    """Recompute nothing, some of, or all of each block in backward."""
+    selective_ac_option: str = "op"
+    """`op`: keep matrix products and attention, recompute the rest. A number n: whole blocks, every n-th."""
+    preserve_rng_state: bool = True
+    """Replay random numbers in recomputation."""
+
+
+@dataclass
+class Compile:
+    enable: bool = False
+    """torch.compile, block by block."""
+    components: list[str] = field(default_factory=lambda: ["model", "loss"])
+    """What to compile: any of model, loss."""
+    backend: str = "inductor"
+    """torch.compile backend."""
+
+
+@dataclass
+class Validation:
+    enable: bool = False
+    """Evaluate on held-out text."""
+    dataset: str | None = None
+    """Dataset to evaluate on; default: the held-out part of the training data."""
+    dataset_path: str | None = None
+    """Its path."""
+    local_batch_size: int = 8
+    """Sequences per rank and batch."""
+    seq_len: int | None = None
+    """Tokens per sequence; default training.seq_len."""
+    freq: int = 10
+    """Evaluate every this many steps, and after the last."""
+    steps: int = 10
+    """Batches per evaluation and rank; -1: the whole set."""
+    sample_prompts: list[str] = field(default_factory=list)
+    """Continue these prompts at each evaluation and show the text."""
+    sample_tokens: int = 128
+    """Tokens per sample."""
+    sample_temperature: float = 0.8
+    """Sampling temperature; 0: greedy."""
+
+
+@dataclass
+class Comm:
+    init_timeout_seconds: int = 300
+    """Collective timeout until the first step of this process is done."""
+    train_timeout_seconds: int = 100
+    """Collective timeout after that."""
+    trace_buf_size: int = 20000
+    """Entries of NCCL's flight recorder; 0: off."""
+    save_traces_folder: str = "comm_traces"
+    """Where flight-recorder dumps go, relative to `job.dump_folder`."""
+    save_traces_file_prefix: str = "rank_"
+    """File name prefix of those dumps."""
+
+
+@dataclass
+class Debug:
+    seed: int | None = None
+    """Seed of weights, data order and sampling; default 0."""
+    deterministic: bool = False
+    """Deterministic algorithms everywhere; slower."""
+    deterministic_warn_only: bool = False
+    """Warn instead of failing where no deterministic algorithm exists."""
+
+
+@dataclass
+class JobConfig:
+    """The whole configuration; one field per TOML section."""
+
+    job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
+    metrics: Metrics = field(default_factory=Metrics)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    data: Data = field(default_factory=Data)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    sync: Sync = field(default_factory=Sync)
+    forge: Forge = field(default_factory=Forge)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    validation: Validation = field(default_factory=Validation)
+    comm: Comm = field(default_factory=Comm)
+    debug: Debug = field(default_factory=Debug)

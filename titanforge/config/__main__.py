@@ -1,0 +1,26 @@
+"""``python -m titanforge.config [--job.config_file FILE] [--section.key value ...]``: print the merged result."""
+
+from __future__ import annotations
+
+import sys
+
+from titanforge.config.loader import read_config
+from titanforge.config.schema import ConfigError
+from titanforge.config.writer import to_toml
+
+
+def main(argv: list[str]) -> int:
+    """Print the merged configuration as TOML; 0 on success, 2 on a configuration error."""
+    try:
+        loaded = read_config(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(to_toml(loaded.config), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

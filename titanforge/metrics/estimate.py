@@ -1,0 +1,121 @@
+"""What a run will need per rank, before any memory is taken: the numbers of ``--job.dry_run``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes per rank by pool."""
+
+    weights: int
+    states: int
+    gradients: int
+    gathered: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.states + self.gradients + self.gathered + self.activations
+
+    def lines(self) -> list[str]:
+        """A table, one pool a line, for printing."""
+        pools = {
+            "weights": self.weights,
+            "states": self.states,
+            "gradients": self.gradients,
+            "gathered weights": self.gathered,
+            "activations": self.activations,
+            "total per rank": self.total,
+        }
+        return [f"{name:<17}{size / GIB:>10.3f} GiB" for name, size in pools.items()]
+
+
+def activation_bytes(
+    *,
+    batch: int,
+    seq_len: int,
+    dim: int,
+    n_layers: int,
+    hidden_dim: int,
+    kv_dim: int,
+    vocab_size: int,
+    compute_bytes: int,
+    mode: Literal["none", "selective", "full"] = "selective",
+    selective_option: str = "op",
+    loss_chunk_tokens: int | None = None,
+) -> int:
+    """Activations alive at the deepest point of one micro-batch, for a Llama-like block.
+
+    With N = batch·seq_len tokens, D = ``dim``, K = ``kv_dim`` (kv heads × head dim), H = ``hidden_dim``,
+    what autograd keeps of one block, in elements per token:
+
+    - everything (mode none): 7D + 3K + 4H: input, two norm outputs, q before and after RoPE, attention
+      output, the residual between; k before and after, v; gate, up, silu(gate) and their product.
+    - ``op``: 5D + 2K + 2H: the input and the outputs of the seven matrix products and of attention.
+    - full: D, the input; and one block whole while it is recomputed.
+    - an integer n: every n-th block as in full, the others whole.
+
+    To that come the embedding's and the final norm's outputs (2D per token) and one chunk of the loss:
+    logits in the compute dtype, in float32, and their gradient, for ``loss_chunk_tokens`` tokens
+    (None: all of them). Kernels' workspaces and fragmentation are not in it: expect 10–30 % on top.
+    """
+    tokens = batch * seq_len
+    whole = 7 * dim + 3 * kv_dim + 4 * hidden_dim
+    if mode == "none":
+        per_token = n_layers * whole
+    elif mode == "full":
+        per_token = n_layers * dim + whole
+    elif selective_option == "op":
+        per_token = n_layers * (5 * dim + 2 * kv_dim + 2 * hidden_dim) + whole
+    else:
+        recomputed = n_layers // int(selective_option)
+        per_token = recomputed * dim + (n_layers - recomputed) * whole + (whole if recomputed else 0)
+    per_token += 2 * dim
+    chunk = tokens if loss_chunk_tokens is None else min(tokens, loss_chunk_tokens)
+    logits = chunk * vocab_size * (2 * compute_bytes + 4)
+    return tokens * per_token * compute_bytes + logits
+
+
+def estimate_memory(
+    *,
+    num_params: dict[str, int],
+    weight_bytes: int,
+    gradient_bytes: int,
+    state_bytes_per_param: float,
+    activations: int,
+    dp_shard: int = 1,
+    layer_params: int = 0,
+    compute_bytes: int = 2,
+) -> MemoryEstimate:
+    """Per-rank estimate by pool, to about a third: enough to see that a layout cannot fit.
+
+    Args:
+        num_params: weights of the whole model by group.
+        weight_bytes: bytes of one stored weight.
+        gradient_bytes: bytes of one stored gradient; 0 where none is stored.
+        state_bytes_per_param: bytes of optimizer state per weight (AdamW in fp32: 8).
+        activations: from :func:`activation_bytes`.
+        dp_shard: ranks that share weights, gradients and states.
+        layer_params: weights of the largest FSDP unit. While one unit is computed the next is already
+            gathered, and a gathered unit's gradient waits for its reduction: three such buffers.
+        compute_bytes: bytes of a gathered weight.
+
+    Raises:
+        ValueError: ``dp_shard`` < 1.
+    """
+    if dp_shard < 1:
+        raise ValueError(f"dp_shard = {dp_shard}: at least 1")
+    total = sum(num_params.values())
+    shard = -(-total // dp_shard)
+    return MemoryEstimate(
+        weights=shard * weight_bytes,
+        states=round(shard * state_bytes_per_param),
+        gradients=shard * gradient_bytes,
+        gathered=3 * layer_params * compute_bytes if dp_shard > 1 else 0,
+        activations=activations,
+    )

@@ -1,0 +1,90 @@
+"""metrics.jsonl: one JSON object a line, written whole, cut back on resume, and read back for plots."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def to_json_line(values: dict[str, Any]) -> str:
+    """One line of strict JSON. NaN and infinities, which JSON lacks, become null and are named under ``nonfinite``."""
+    nonfinite = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    if nonfinite:
+        values = {k: None if k in nonfinite else v for k, v in values.items()} | {"nonfinite": nonfinite}
+    return json.dumps(values, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Every complete line of a metrics file, in order; a last line torn by a crash is left out.
+
+    Raises:
+        ValueError: a line other than the last is not a JSON object with a ``step``.
+    """
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            record["step"] = int(record["step"])
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: not a metrics line: {line[:80]!r}") from None
+        records.append(record)
+    return records
+
+
+class JsonlSink:
+    """Appends to ``path``. A run resumed from step s first drops what the killed run wrote after s.
+
+    Args:
+        path: the file; its folder is made.
+        start_step: step of the checkpoint that training goes on from; 0 for a fresh start, which
+            moves an existing file aside (``metrics.1.jsonl``, …) instead of mixing two runs.
+    """
+
+    def __init__(self, path: str | Path, start_step: int = 0) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            if start_step == 0:
+                self._move_aside()
+            else:
+                self._drop_after(start_step)
+        # O_APPEND and one write call a line: a kill leaves whole lines, or one torn last line that resume drops.
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        data = to_json_line({"step": step} | values).encode()
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.fsync(self._file)
+            os.close(self._file)
+            self._file = -1
+
+    def _move_aside(self) -> None:
+        if self.path.stat().st_size == 0:
+            return
+        number = 1
+        while (target := self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")).exists():
+            number += 1
+        os.replace(self.path, target)
+        logger.info("fresh start: the former %s is now %s", self.path.name, target.name)
+
+    def _drop_after(self, step: int) -> None:
+        kept = [record for record in read_metrics(self.path) if record["step"] <= step]
+        scratch = self.path.with_name(self.path.name + ".tmp")
+        with open(scratch, "w", encoding="utf-8") as file:
+            file.writelines(to_json_line(record) for record in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, self.path)

@@ -10,6 +10,7 @@ from titanforge.config.loader import LoadedConfig, load_config, read_config
 from titanforge.config.reference import format_help, reference_markdown
 from titanforge.config.schema import ConfigError
 from titanforge.config.sections import JobConfig
+from titanforge.config.validation import validate_config
 from titanforge.config.writer import to_flat_dict, to_toml
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "reference_markdown",
     "to_flat_dict",
     "to_toml",
+    "validate_config",
 ]

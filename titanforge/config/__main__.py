@@ -1,4 +1,4 @@
-"""``python -m titanforge.config [--job.config_file FILE] [--section.key value ...]``: print the merged result."""
+"""Print the merged configuration: ``python -m titanforge.config [--section.key value ...]``."""
 
 from __future__ import annotations
 

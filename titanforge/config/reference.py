@@ -52,12 +52,13 @@ def reference_markdown() -> str:
     lines = [
         "# Configuration reference",
         "",
-        "<!-- Generated from titanforge/config/sections.py by `make docs`; edit that file, not this page. -->",
+        "<!-- Generated from titanforge/config/sections.py by `make docs`: edit that file instead. -->",
         "",
-        "A run is described by a TOML file (`--job.config_file`); any key can be overridden on the command line",
-        "as `--section.key value` or `--section.key=value`. The command line wins over the file, the file over the",
-        "defaults below. A switch alone (`--compile.enable`) means true, lists are `a,b` or a TOML array, and `none`",
-        "unsets a key that may be unset. `python -m titanforge.config [...]` prints the merged result.",
+        "A run is described by a TOML file (`--job.config_file`); any key can be overridden on the command",
+        "line as `--section.key value` or `--section.key=value`. The command line wins over the file, the",
+        "file over the defaults below. A switch alone (`--compile.enable`) means true, lists are `a,b` or a",
+        "TOML array, and `none` unsets a key that may be unset. `python -m titanforge.config [...]` prints",
+        "the merged result.",
     ]
     for section in schema.all_sections():
         lines += [
@@ -76,8 +77,8 @@ def reference_markdown() -> str:
         "",
         "## Keys of torchtitan that titanforge lacks",
         "",
-        "Job files written for torchtitan load here. Of the keys below, one that is switched off is ignored with a",
-        "warning and one that is switched on is refused.",
+        "Job files written for torchtitan load here. Of the keys below, one that is switched off is ignored",
+        "with a warning and one that is switched on is refused.",
         "",
         "| key | instead |",
         "| --- | --- |",

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import json
 import types
 import typing
@@ -50,7 +51,7 @@ def field_docs(class_name: str) -> dict[str, str]:
     tree = ast.parse(inspect.getsource(sections))
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     docs = {}
-    for statement, following in zip(body, body[1:]):
+    for statement, following in itertools.pairwise(body):
         if (
             isinstance(statement, ast.AnnAssign)
             and isinstance(statement.target, ast.Name)
@@ -91,7 +92,7 @@ def describe_type(annotation: Any) -> str:
     elif item is not None:
         text = "list of tables" if dataclasses.is_dataclass(item) else f"list of {describe_type(item)}"
     else:
-        text = {"str": "string"}.get(inner.__name__, inner.__name__)
+        text = "string" if inner is str else str(inner.__name__)
     return f"{text} or none" if optional else text
 
 
@@ -148,6 +149,11 @@ def set_value(config: JobConfig, path: str, value: Any) -> None:
     """Write a dotted path."""
     section, _, leaf = path.rpartition(".")
     setattr(functools.reduce(getattr, section.split("."), config), leaf, value)
+
+
+def refusal(config: JobConfig, path: str, why: str) -> ConfigError:
+    """The error for a key whose value cannot run: key, value, reason and way out on one line."""
+    return ConfigError(f"{path} = {show(get_value(config, path))}: {why}")
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:

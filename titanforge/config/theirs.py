@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ForeignKey:
-    """What to use instead of a key, and the values that mean "off" (None: it only tunes, any value is off)."""
+    """What to use instead of a key, and the values that mean "off" (None: it only tunes something off)."""
 
     instead: str
     off: tuple[Any, ...] | None = None

@@ -45,6 +45,6 @@ def to_flat_dict(config: JobConfig) -> dict[str, Any]:
     for path in schema.all_keys():
         value = schema.get_value(config, path)
         if isinstance(value, list):
-            value = [dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for v in value]
+            value = [dict(vars(item)) if dataclasses.is_dataclass(item) else item for item in value]
         flat[path] = value
     return flat

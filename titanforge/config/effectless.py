@@ -1,0 +1,171 @@
+"""Settings that were changed but have no effect in the chosen mode.
+
+One table says on what each key depends; whoever sets a key to something other
+than its default while that condition is false is told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from titanforge.config import schema
+from titanforge.config.sections import JobConfig
+
+ELEMENTWISE_RULES = ("adamw", "adam", "sgd", "lion")
+ADAM_RULES = ("adamw", "adam")
+
+
+class Dependence(NamedTuple):
+    """Keys (exact, or a section ending in a dot), when they count, and what to say when they do not."""
+
+    keys: tuple[str, ...]
+    counts: Callable[[JobConfig, str], bool]
+    reason: str
+
+
+def _rule(config: JobConfig) -> str:
+    return config.optimizer.name.lower()
+
+
+DEPENDENCES = (
+    Dependence(
+        ("checkpoint.",),
+        lambda config, device: config.checkpoint.enable,
+        "checkpoint.enable is false",
+    ),
+    Dependence(
+        ("checkpoint.export_dtype",),
+        lambda config, device: config.checkpoint.last_save_model_only,
+        "checkpoint.last_save_model_only is false",
+    ),
+    Dependence(
+        ("checkpoint.initial_load_model_only",),
+        lambda config, device: config.checkpoint.initial_load_path is not None,
+        "checkpoint.initial_load_path is unset",
+    ),
+    Dependence(("forge.",), lambda config, device: config.forge.enable, "forge.enable is false"),
+    Dependence(
+        ("forge.clip",),
+        lambda config, device: config.training.max_norm > 0,
+        "training.max_norm is 0",
+    ),
+    Dependence(
+        ("sync.",),
+        lambda config, device: config.parallelism.data_parallel_replicate_degree > 1,
+        "there is one replica (parallelism.data_parallel_replicate_degree = 1)",
+    ),
+    Dependence(
+        ("parallelism.context_parallel_method",),
+        lambda config, device: config.parallelism.context_parallel_degree > 1,
+        "parallelism.context_parallel_degree is 1",
+    ),
+    Dependence(
+        ("parallelism.fsdp_reshard_after_forward",),
+        lambda config, device: config.parallelism.data_parallel_shard_degree != 1,
+        "parallelism.data_parallel_shard_degree is 1",
+    ),
+    Dependence(
+        ("optimizer.scalar.",),
+        lambda config, device: _rule(config) not in ELEMENTWISE_RULES,
+        "optimizer.name is not a matrix rule and takes every weight",
+    ),
+    Dependence(
+        ("optimizer.momentum",),
+        lambda config, device: _rule(config) not in (*ADAM_RULES, "lion"),
+        "this optimizer.name reads optimizer.beta1 and beta2 instead",
+    ),
+    Dependence(
+        ("optimizer.beta1", "optimizer.beta2"),
+        lambda config, device: _rule(config) in (*ADAM_RULES, "lion"),
+        "this optimizer.name reads optimizer.momentum instead",
+    ),
+    Dependence(
+        ("optimizer.eps",),
+        lambda config, device: _rule(config) not in ("sgd", "lion"),
+        "this optimizer.name has no epsilon",
+    ),
+    Dependence(
+        ("optimizer.nesterov",),
+        lambda config, device: _rule(config) not in (*ADAM_RULES, "lion"),
+        "this optimizer.name has no Nesterov form",
+    ),
+    Dependence(
+        ("training.mixed_precision_param",),
+        lambda config, device: config.training.dtype == "float32",
+        "weights are stored in bfloat16 (training.dtype), and so is the computation",
+    ),
+    Dependence(
+        ("training.dataset_path",),
+        lambda config, device: config.training.dataset != "python_stdlib",
+        'training.dataset = "python_stdlib" brings its own files',
+    ),
+    Dependence(
+        ("training.dataloader.prefetch_factor", "training.dataloader.persistent_workers"),
+        lambda config, device: config.training.dataloader.num_workers > 0,
+        "training.dataloader.num_workers is 0",
+    ),
+    Dependence(
+        ("training.dataloader.pin_memory", "training.enable_cpu_offload", "profiling.enable_memory_snapshot"),
+        lambda config, device: device != "cpu",
+        "the run is on CPU",
+    ),
+    Dependence(
+        ("data.text_key",),
+        lambda config, device: bool(
+            {config.training.dataset, config.validation.dataset} & {"jsonl", "parquet"}
+        ),
+        "no dataset is jsonl or parquet",
+    ),
+    Dependence(
+        ("activation_checkpoint.selective_ac_option",),
+        lambda config, device: config.activation_checkpoint.mode == "selective",
+        "activation_checkpoint.mode is not selective",
+    ),
+    Dependence(
+        ("activation_checkpoint.preserve_rng_state",),
+        lambda config, device: config.activation_checkpoint.mode != "none",
+        "activation_checkpoint.mode is none",
+    ),
+    Dependence(
+        ("compile.",),
+        lambda config, device: config.compile.enable,
+        "compile.enable is false",
+    ),
+    Dependence(
+        ("validation.",), lambda config, device: config.validation.enable, "validation.enable is false"
+    ),
+    Dependence(
+        ("validation.sample_tokens", "validation.sample_temperature"),
+        lambda config, device: bool(config.validation.sample_prompts),
+        "validation.sample_prompts is empty",
+    ),
+    Dependence(
+        ("profiling.profiler_active", "profiling.profiler_warmup"),
+        lambda config, device: config.profiling.enable_profiling,
+        "profiling.enable_profiling is false",
+    ),
+    Dependence(
+        ("debug.deterministic_warn_only",),
+        lambda config, device: config.debug.deterministic,
+        "debug.deterministic is false",
+    ),
+)
+
+
+def effectless_settings(config: JobConfig, device_type: str) -> list[str]:
+    """One line per key that differs from its default and cannot matter in this mode."""
+    reasons: dict[str, str] = {}
+    for dependence in DEPENDENCES:
+        if dependence.counts(config, device_type):
+            continue
+        for path, key in schema.all_keys().items():
+            named = any(
+                path == name or (name.endswith(".") and path.startswith(name)) for name in dependence.keys
+            )
+            if named and schema.get_value(config, path) != key.default:
+                reasons.setdefault(path, dependence.reason)
+    return [
+        f"{path} = {schema.show(schema.get_value(config, path))} has no effect: {reason}"
+        for path, reason in reasons.items()
+    ]

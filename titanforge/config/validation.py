@@ -1,0 +1,331 @@
+"""Checks across sections, made before any process group exists and any device memory is touched.
+
+``validate_config`` raises ``ConfigError`` at the first setting that cannot run,
+naming the key, its value and the way out, and returns warnings about settings
+that have no effect in the chosen mode.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from titanforge.config import schema
+from titanforge.config.bounds import check_bounds
+from titanforge.config.effectless import effectless_settings
+from titanforge.config.schema import ConfigError, refusal, show
+from titanforge.config.sections import JobConfig
+
+DATASETS_WITH_PATH = ("text", "jsonl", "parquet")
+DATASETS = ("python_stdlib", *DATASETS_WITH_PATH)
+TORCH_OPTIM_RULES = ("adamw", "adam", "sgd")
+CHECKPOINT_PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+COMPILE_COMPONENTS = ("model", "loss")
+
+
+def validate_config(config: JobConfig, world_size: int, device_type: str) -> list[str]:
+    """Check a merged configuration for a run on ``world_size`` ranks of ``device_type`` ("cuda" or "cpu").
+
+    Returns:
+        Warnings, one line each, about settings that have no effect or surprise.
+
+    Raises:
+        ConfigError: at the first setting that cannot run.
+    """
+    check_bounds(config)
+    warnings: list[str] = []
+    data_parallel = _check_parallelism(config, world_size)
+    _check_batch(config, data_parallel)
+    _check_optimizer(config)
+    warnings += _check_schedule(config)
+    _check_forge(config)
+    _check_data(config)
+    _check_validation(config)
+    warnings += _check_checkpoint(config, world_size)
+    _check_runtime(config)
+    return warnings + effectless_settings(config, device_type)
+
+
+def _check_parallelism(config: JobConfig, world_size: int) -> int:
+    """Returns the number of data-parallel ranks, dp_replicate x dp_shard."""
+    parallelism = config.parallelism
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        path = f"parallelism.{axis}_parallel_degree"
+        if schema.get_value(config, path) > 1:
+            raise refusal(
+                config,
+                path,
+                f"{axis} parallelism is not available yet: set it to 1 and spread the model with"
+                " parallelism.data_parallel_shard_degree",
+            )
+    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    if world_size % replicate:
+        raise refusal(
+            config,
+            "parallelism.data_parallel_replicate_degree",
+            f"does not divide the number of ranks, {world_size}: use a divisor of it, or start another number"
+            " of ranks (torchrun --nproc_per_node)",
+        )
+    if shard == -1:
+        shard = world_size // replicate
+    if replicate * shard != world_size:
+        raise refusal(
+            config,
+            "parallelism.data_parallel_shard_degree",
+            f"times data_parallel_replicate_degree = {replicate} makes {replicate * shard} ranks, but"
+            f" {world_size} were started: set it to -1 (here {world_size // replicate}), or start"
+            f" {replicate * shard} ranks",
+        )
+    return replicate * shard
+
+
+def _check_batch(config: JobConfig, data_parallel: int) -> None:
+    training = config.training
+    per_micro_step = training.local_batch_size * data_parallel
+    if training.global_batch_size != -1 and training.global_batch_size % per_micro_step:
+        below = training.global_batch_size // per_micro_step * per_micro_step
+        choices = [str(below)] if below else []
+        raise refusal(
+            config,
+            "training.global_batch_size",
+            f"must be a multiple of training.local_batch_size x data-parallel ranks ="
+            f" {training.local_batch_size} x {data_parallel} = {per_micro_step}: use"
+            f" {' or '.join([*choices, str(below + per_micro_step)])}, or another local_batch_size",
+        )
+
+
+def _check_optimizer(config: JobConfig) -> None:
+    optimizer, training = config.optimizer, config.training
+    native = optimizer.implementation == "native"
+    if optimizer.master_weights != "none":
+        if training.dtype != "bfloat16":
+            raise refusal(
+                config,
+                "optimizer.master_weights",
+                f'needs training.dtype = "bfloat16", not {show(training.dtype)}: float32 weights are their'
+                ' own masters, so set it to "none"',
+            )
+        if not native:
+            raise refusal(
+                config,
+                "optimizer.master_weights",
+                f'needs optimizer.implementation = "native", not {show(optimizer.implementation)}',
+            )
+    if not native:
+        if optimizer.name.lower() not in TORCH_OPTIM_RULES:
+            raise refusal(
+                config,
+                "optimizer.implementation",
+                f"torch.optim has AdamW, Adam and SGD here, not optimizer.name = {show(optimizer.name)}: use"
+                ' "native"',
+            )
+        if optimizer.state_dtype != "float32":
+            raise refusal(
+                config,
+                "optimizer.state_dtype",
+                f'needs optimizer.implementation = "native", not {show(optimizer.implementation)}:'
+                " torch.optim keeps states in the weights' dtype",
+            )
+    for i, group in enumerate(optimizer.param_groups):
+        path = f"optimizer.param_groups[{i}].pattern = {show(group.pattern)}"
+        if not group.pattern:
+            raise ConfigError(f'{path}: is empty: give a regular expression, e.g. "norm"')
+        try:
+            re.compile(group.pattern)
+        except re.error as error:
+            raise ConfigError(f"{path}: is not a regular expression: {error}") from None
+
+
+def _check_schedule(config: JobConfig) -> list[str]:
+    schedule, steps = config.lr_scheduler, config.training.steps
+    warnings = []
+    if schedule.total_steps is not None and schedule.warmup_steps > schedule.total_steps:
+        raise refusal(
+            config,
+            "lr_scheduler.warmup_steps",
+            f"is longer than the schedule, lr_scheduler.total_steps = {schedule.total_steps}: shorten it",
+        )
+    total = schedule.total_steps or steps
+    if schedule.warmup_steps >= total:
+        warnings.append(
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps}: the run, {total} steps, is all warm-up and"
+            " ends before the learning rate decays"
+        )
+    elif schedule.decay_ratio is not None and schedule.warmup_steps + schedule.decay_ratio * total > total:
+        warnings.append(
+            f"lr_scheduler.decay_ratio = {schedule.decay_ratio}: warm-up ({schedule.warmup_steps} steps) and"
+            f" decay ({round(schedule.decay_ratio * total)}) are longer than the schedule ({total}): the"
+            " decay starts right after warm-up"
+        )
+    if total < steps:
+        warnings.append(
+            f"lr_scheduler.total_steps = {total}: less than training.steps = {steps}: the last"
+            f" {steps - total} steps run at the schedule's floor"
+        )
+    return warnings
+
+
+def _check_forge(config: JobConfig) -> None:
+    if not config.forge.enable:
+        return
+    if config.training.max_norm > 0 and config.forge.clip == "exact":
+        raise refusal(
+            config,
+            "training.max_norm",
+            "exact clipping needs every gradient before any update, and forge.enable = true keeps none: set"
+            ' forge.clip = "lagged" (the last step\'s norm sets the factor), or training.max_norm = 0'
+            " (no clipping), or forge.enable = false",
+        )
+    if config.optimizer.implementation != "native":
+        raise refusal(
+            config,
+            "optimizer.implementation",
+            'forge.enable = true runs titanforge\'s own rules: use "native", or forge.enable = false',
+        )
+    if config.training.enable_cpu_offload:
+        raise refusal(
+            config,
+            "training.enable_cpu_offload",
+            "forge.enable = true updates weights on the device: set one of the two to false",
+        )
+
+
+def _matches(pattern: str) -> Iterable[Path]:
+    """Files that a file, folder or glob stands for (a folder: everything below it)."""
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return (found for found in path.rglob("*") if found.is_file())
+    found = glob.glob(str(path), recursive=True)
+    return [Path(name) for name in found if Path(name).is_file()]
+
+
+def _check_dataset(config: JobConfig, dataset_key: str, path_key: str) -> None:
+    dataset, path = schema.get_value(config, dataset_key), schema.get_value(config, path_key)
+    if dataset not in DATASETS:
+        word = schema.nearest(dataset, DATASETS)
+        hint = (
+            f"did you mean {show(word)}?" if word else "C4 and others: load their files as jsonl or parquet"
+        )
+        raise refusal(config, dataset_key, f"must be one of {', '.join(DATASETS)}; {hint}")
+    if dataset not in DATASETS_WITH_PATH:
+        return
+    if not path:
+        raise refusal(
+            config, path_key, f"{dataset_key} = {show(dataset)} needs the path of a file, folder or glob here"
+        )
+    if next(iter(_matches(path)), None) is None:
+        raise refusal(config, path_key, f"no such file, and no match as a folder or glob (from {Path.cwd()})")
+
+
+def _check_data(config: JobConfig) -> None:
+    _check_dataset(config, "training.dataset", "training.dataset_path")
+    assets, tokenizer = config.model.hf_assets_path, config.data.tokenizer
+    if tokenizer == "auto" and assets and not Path(assets).expanduser().is_dir():
+        raise refusal(
+            config, "model.hf_assets_path", 'no such folder: correct it, or set data.tokenizer = "byte"'
+        )
+    if tokenizer not in ("auto", "byte") and not Path(tokenizer).expanduser().exists():
+        raise refusal(
+            config, "data.tokenizer", 'must be "auto", "byte" or the path of a tokenizer file; no such file'
+        )
+
+
+def _check_validation(config: JobConfig) -> None:
+    validation = config.validation
+    if not validation.enable:
+        return
+    if validation.dataset is not None:
+        _check_dataset(config, "validation.dataset", "validation.dataset_path")
+    elif validation.dataset_path is not None:
+        raise refusal(
+            config, "validation.dataset_path", f"needs validation.dataset, one of {', '.join(DATASETS)}"
+        )
+    elif config.data.validation_fraction == 0:
+        raise refusal(
+            config,
+            "data.validation_fraction",
+            "validation.enable = true has nothing to evaluate on: hold out a share of the documents"
+            " (e.g. 0.02), or set validation.dataset",
+        )
+
+
+def _check_checkpoint(config: JobConfig, world_size: int) -> list[str]:
+    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        # Training silently from random weights would be the worst reading of these three.
+        for path in (
+            "checkpoint.initial_load_path",
+            "checkpoint.create_seed_checkpoint",
+            "checkpoint.load_only",
+        ):
+            if schema.get_value(config, path):
+                raise refusal(config, path, "needs checkpoint.enable = true")
+        if checkpoint.load_step != -1:
+            raise refusal(config, "checkpoint.load_step", "needs checkpoint.enable = true")
+        return []
+    if checkpoint.keep_latest_k == 1:
+        raise refusal(
+            config,
+            "checkpoint.keep_latest_k",
+            "a crash during a save would leave no checkpoint: keep at least 2, or 0 for all",
+        )
+    for part in checkpoint.exclude_from_loading:
+        if part not in CHECKPOINT_PARTS:
+            word = schema.nearest(part, CHECKPOINT_PARTS)
+            hint = f"; did you mean {show(word)}?" if word else ""
+            raise refusal(
+                config,
+                "checkpoint.exclude_from_loading",
+                f"{show(part)} is not one of {', '.join(CHECKPOINT_PARTS)}{hint}",
+            )
+    if checkpoint.initial_load_path and not Path(checkpoint.initial_load_path).expanduser().is_dir():
+        raise refusal(config, "checkpoint.initial_load_path", "no such folder")
+    if checkpoint.create_seed_checkpoint and world_size != 1:
+        raise refusal(
+            config,
+            "checkpoint.create_seed_checkpoint",
+            f"is made by one process, not {world_size}: start it with torchrun --nproc_per_node=1",
+        )
+    if checkpoint.create_seed_checkpoint and checkpoint.load_only:
+        raise refusal(config, "checkpoint.load_only", "contradicts checkpoint.create_seed_checkpoint = true")
+    if checkpoint.last_save_model_only:
+        return [
+            "checkpoint.last_save_model_only = true: the last checkpoint holds weights alone, for no resume"
+        ]
+    return []
+
+
+def _check_runtime(config: JobConfig) -> None:
+    profiling, recompute = config.profiling, config.activation_checkpoint
+    covered = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < covered:
+        raise refusal(
+            config,
+            "profiling.profile_freq",
+            f"must be at least profiler_warmup + profiler_active = {covered}",
+        )
+    option = recompute.selective_ac_option
+    if option != "op" and not (option.isdecimal() and int(option) >= 1):
+        raise refusal(
+            config,
+            "activation_checkpoint.selective_ac_option",
+            'must be "op" or a whole number of at least 1, as a string ("2": every second block)',
+        )
+    for component in config.compile.components:
+        if component not in COMPILE_COMPONENTS:
+            raise refusal(
+                config,
+                "compile.components",
+                f"{show(component)} is not one of {', '.join(COMPILE_COMPONENTS)}",
+            )
+    if config.compile.enable and not config.compile.components:
+        raise refusal(
+            config, "compile.components", "compile.enable = true has nothing to compile: name model, loss"
+        )
+    dump_folder = Path(config.job.dump_folder).expanduser()
+    if dump_folder.exists() and not dump_folder.is_dir():
+        raise refusal(config, "job.dump_folder", "is a file, not a folder")

@@ -1,0 +1,35 @@
+"""Meshes, and what each mesh axis does to a model.
+
+Imports torch alone: these functions take modules, meshes and plain values, and know neither the
+configuration, nor update rules, nor any model family. A model needs only the attribute names
+``tok_embeddings``, ``layers``, ``norm`` and ``output`` (absent ones are skipped).
+"""
+
+from titanforge.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from titanforge.parallelisms.clip import clip_factor, clip_grad_norm_, global_grad_norm
+from titanforge.parallelisms.compile import apply_compile
+from titanforge.parallelisms.data_parallel import (
+    apply_fsdp,
+    apply_mixed_precision,
+    reshard,
+    set_is_last_micro_batch,
+)
+from titanforge.parallelisms.determinism import set_determinism
+from titanforge.parallelisms.distributed import Runtime, init_distributed
+from titanforge.parallelisms.mesh import ParallelDims
+
+__all__ = [
+    "ParallelDims",
+    "Runtime",
+    "apply_activation_checkpoint",
+    "apply_compile",
+    "apply_fsdp",
+    "apply_mixed_precision",
+    "clip_factor",
+    "clip_grad_norm_",
+    "global_grad_norm",
+    "init_distributed",
+    "reshard",
+    "set_determinism",
+    "set_is_last_micro_batch",
+]

@@ -1,0 +1,84 @@
+"""Recompute activations in backward instead of keeping them, block by block.
+
+The blocks' ``forward`` is replaced on the instance, not wrapped in a module, so parameter names stay
+what they are everywhere (state dicts, parameter groups, checkpoints).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+
+def _kept_operators() -> frozenset:
+    """Operators whose results selective checkpointing keeps: costly to redo for the bytes they hold."""
+    aten = torch.ops.aten
+    products = ["mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "convolution"]
+    attentions = ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"]
+    names = products + [f"_scaled_dot_product_{kind}" for kind in attentions]
+    kept = {getattr(aten, name).default for name in names if hasattr(aten, name)}
+    # FlexAttention is a higher-order operator; eagerly compiled regions appear as one of their own.
+    for name in ("flex_attention", "inductor_compiled_code"):
+        try:
+            kept.add(getattr(torch.ops.higher_order, name))
+        except AttributeError:
+            continue
+    functional = torch.ops._c10d_functional
+    kept.add(functional.reduce_scatter_tensor.default)  # never repeat a collective's traffic
+    kept.add(functional.all_to_all_single.default)
+    return frozenset(kept)
+
+
+_KEPT = _kept_operators()
+
+
+def _keep_matrix_products(context, operator, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_context():
+    return create_selective_checkpoint_contexts(_keep_matrix_products)
+
+
+def apply_activation_checkpoint(
+    model: nn.Module, mode: str, option: str = "op", preserve_rng_state: bool = True
+) -> int:
+    """Checkpoint the blocks of ``model.layers``; returns how many are checkpointed.
+
+    Args:
+        mode: "none"; "full": every block is recomputed whole; "selective": see ``option``.
+        option: "op": in every block keep the results of matrix products and attention, recompute the
+            rest. A number n as text: recompute every n-th block whole (blocks n, 2n, ...), keep others.
+        preserve_rng_state: replay random numbers (dropout) in recomputation.
+
+    Raises:
+        ValueError: unknown mode or option.
+    """
+    if mode == "none":
+        return 0
+    if mode not in ("full", "selective"):
+        raise ValueError(f"activation_checkpoint.mode = {mode!r}: must be none, selective or full.")
+    per_operator = mode == "selective" and option == "op"
+    every = 1
+    if mode == "selective" and not per_operator:
+        if not option.isdigit() or int(option) < 1:
+            raise ValueError(
+                f"activation_checkpoint.selective_ac_option = {option!r}: must be 'op', or a number n >= 1 "
+                "for every n-th block."
+            )
+        every = int(option)
+    layers = getattr(model, "layers", None)
+    blocks = list(layers.children()) if layers is not None else []
+    chosen = [block for index, block in enumerate(blocks, 1) if index % every == 0]
+    for block in chosen:
+        block.forward = functools.partial(
+            checkpoint,
+            block.forward,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            **({"context_fn": _selective_context} if per_operator else {}),
+        )
+    return len(chosen)

@@ -1,0 +1,197 @@
+"""The processes of a run: joining, agreeing on host-side decisions, timeouts, leaving.
+
+Three process groups exist. The default group carries tensors (NCCL on CUDA, gloo on CPU). The
+*control* group (gloo) carries the few numbers that all hosts must agree on each step: tokens, a
+rank's failure, a signal. The *checkpoint* group (gloo) coordinates saves, also from a background
+thread; as it has its own sequence of collectives, a save never interleaves with training's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+# One slow file system must not look like a hung rank: writing and verifying terabytes takes a while.
+CHECKPOINT_TIMEOUT = timedelta(hours=2)
+
+
+class CommSettings(Protocol):
+    """What ``init_distributed`` reads of the `[comm]` section."""
+
+    init_timeout_seconds: int
+    train_timeout_seconds: int
+    trace_buf_size: int
+    save_traces_folder: str
+    save_traces_file_prefix: str
+
+
+@dataclass
+class Runtime:
+    """This process's place among the others.
+
+    Attributes:
+        rank, local_rank, world_size: as torchrun numbers them; 0, 0, 1 without torchrun.
+        device: where this process computes.
+        control_group, checkpoint_group: gloo groups over all ranks (see the module's docstring).
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    control_group: ProcessGroup
+    checkpoint_group: ProcessGroup
+    train_timeout: timedelta
+    _owns_group: bool = field(default=True, repr=False)
+    _timeout_shortened: bool = field(default=False, repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def agree(
+        self, sums: Sequence[int] = (), maxima: Sequence[int] = ()
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sum and maximise small integers over all ranks, on the hosts; every rank gets the same.
+
+        Every rank must call it with the same lengths. Both reductions are in flight together.
+
+        Raises:
+            RuntimeError: from gloo, when a rank is gone or the timeout passed.
+        """
+        if self.world_size == 1:
+            return tuple(sums), tuple(maxima)
+        pending = []
+        for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+            tensor = torch.tensor(list(values), dtype=torch.int64)
+            work = dist.all_reduce(tensor, op, group=self.control_group, async_op=True) if values else None
+            pending.append((tensor, work))
+        for _, work in pending:
+            if work is not None:
+                work.wait()
+        (summed, _), (maximised, _) = pending
+        return tuple(summed.tolist()), tuple(maximised.tolist())
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """What every rank passed, by rank. For small host-side values."""
+        gathered: list[Any] = [None] * self.world_size
+        if self.world_size == 1:
+            return [value]
+        dist.all_gather_object(gathered, value, group=self.control_group)
+        return gathered
+
+    def raise_together(self, error: BaseException | None, failed_rank: int, doing: str) -> None:
+        """End all ranks with the failing rank's own message; call it on every rank.
+
+        Args:
+            error: what this rank caught, None where nothing failed.
+            failed_rank: the rank that all agreed on.
+            doing: what was being done, for the message.
+
+        Raises:
+            The caught error where there is one; a RuntimeError that names the culprit elsewhere.
+        """
+        messages = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        raise RuntimeError(f"rank {failed_rank} failed while {doing}: {messages[failed_rank]}")
+
+    def shorten_timeout(self) -> None:
+        """Switch from the start-up timeout to the one for training; once, on all ranks together.
+
+        Call it after the first step *of this process*: a resumed run compiles and warms up as a new one.
+        """
+        if self._timeout_shortened:
+            return
+        self._timeout_shortened = True
+        # A rank still inside a slow first step must not meet peers that already use the short timeout.
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        dist.barrier(group=self.control_group)
+        for group in list(_world.pg_map):
+            if group is not self.checkpoint_group and dist.get_rank(group) >= 0:
+                _set_pg_timeout(self.train_timeout, group)
+
+    def close(self) -> None:
+        """Leave the groups; safe to call twice."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def init_distributed(comm: CommSettings, device_type: str, dump_folder: str = ".") -> Runtime:
+    """Join the processes of this run and choose this process's device.
+
+    Works under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and as a plain single
+    process, where a group of one is made without any port. A group that already exists is used.
+
+    Args:
+        comm: timeouts in seconds and the flight recorder's settings.
+        device_type: "cuda" or "cpu".
+        dump_folder: what ``comm.save_traces_folder`` is relative to.
+
+    Raises:
+        ValueError: more ranks on this node than GPUs.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}. Start "
+                "torchrun with --nproc-per-node no larger than that."
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        _set_flight_recorder(comm, dump_folder)
+
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        if world_size == 1:
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            )  # no address needed
+        else:
+            dist.init_process_group(backend, timeout=timeout)
+    return Runtime(
+        rank=dist.get_rank(),
+        local_rank=local_rank,
+        world_size=dist.get_world_size(),
+        device=device,
+        control_group=dist.new_group(backend="gloo", timeout=timeout),
+        checkpoint_group=dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT),
+        train_timeout=timedelta(seconds=comm.train_timeout_seconds),
+        _owns_group=owns_group,
+    )
+
+
+def _set_flight_recorder(comm: CommSettings, dump_folder: str) -> None:
+    """Environment of NCCL's flight recorder; read by torch when the first NCCL group is made.
+
+    Both names of each variable are set, the older (TORCH_NCCL_*) and the newer (TORCH_FR_*). What the
+    user exported stays.
+    """
+    if comm.trace_buf_size <= 0:
+        return
+    folder = os.path.join(dump_folder, comm.save_traces_folder)
+    os.makedirs(folder, exist_ok=True)
+    size, prefix = str(comm.trace_buf_size), os.path.join(folder, comm.save_traces_file_prefix)
+    for name, value in {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": size,
+        "TORCH_FR_BUFFER_SIZE": size,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
+        "TORCH_FR_DUMP_TEMP_FILE": prefix,
+    }.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,132 @@
+"""The device mesh, and its axes by name.
+
+Axes, outermost first: ``pp, dp_replicate, dp_shard, cp, tp``. Derived ones are flattened from them:
+
+==============  ===========================  ==========================================
+``dp``          dp_replicate x dp_shard      ranks that read different data
+``dp_shard_cp`` dp_shard x cp                ranks that shard weights (FSDP)
+``dp_cp``       dp_replicate x dp_shard x cp ranks whose gradients are summed
+``loss``        the same                     ranks whose losses are summed
+==============  ===========================  ==========================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+FLATTENED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+}
+_KEYS = {
+    "pp": "parallelism.pipeline_parallel_degree",
+    "dp_replicate": "parallelism.data_parallel_replicate_degree",
+    "dp_shard": "parallelism.data_parallel_shard_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+    "ep": "parallelism.expert_parallel_degree",
+}
+_NOT_YET = ("pp", "cp", "tp", "ep")
+
+
+@dataclass
+class ParallelDims:
+    """Degrees of each axis; ``dp_shard = -1`` takes what the others leave.
+
+    Raises:
+        ValueError: naming the configuration key, its value and what would be valid.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    world_size: int = 1
+    _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
+    _flat: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for axis, key in _KEYS.items():
+            degree = getattr(self, axis)
+            if degree < 1 and not (axis == "dp_shard" and degree == -1):
+                wanted = "-1 (what the others leave) or at least 1" if axis == "dp_shard" else "at least 1"
+                raise ValueError(f"{key} = {degree}: must be {wanted}.")
+            if axis in _NOT_YET and degree > 1:
+                raise ValueError(
+                    f"{key} = {degree}: this axis is not available; set it to 1. Ranks can be spread over "
+                    f"{_KEYS['dp_replicate']} and {_KEYS['dp_shard']}."
+                )
+        others = self.dp_replicate * self.cp * self.tp * self.pp
+        if self.dp_shard == -1:
+            if self.world_size % others:
+                raise ValueError(
+                    f"{_KEYS['dp_replicate']} = {self.dp_replicate} does not divide the "
+                    f"{self.world_size} ranks, so {_KEYS['dp_shard']} = -1 has no value."
+                )
+            self.dp_shard = self.world_size // others
+        if others * self.dp_shard != self.world_size:
+            raise ValueError(
+                f"{_KEYS['dp_replicate']} x {_KEYS['dp_shard']} = {self.dp_replicate} x {self.dp_shard} = "
+                f"{others * self.dp_shard}, but {self.world_size} ranks were started. Set one of them to "
+                f"fit ({_KEYS['dp_shard']} = -1 fits by itself) or start {others * self.dp_shard} ranks."
+            )
+
+    def degree(self, name: str) -> int:
+        """Ranks along an axis, single or flattened."""
+        axes = FLATTENED.get(name, (name,))
+        for axis in axes:
+            if axis not in AXES:
+                raise ValueError(f"no mesh axis {name!r}; there are {', '.join((*AXES, *FLATTENED))}.")
+        return prod(getattr(self, axis) for axis in axes)
+
+    def build_mesh(self, device_type: str) -> DeviceMesh:
+        """Create the mesh once, over all ranks; collective over the default group."""
+        assert self._mesh is None, "the mesh is built once"
+        self._mesh = init_device_mesh(
+            device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES
+        )
+        for name, axes in FLATTENED.items():
+            if name == "loss":  # one set of communicators for the two names
+                self._flat[name] = self._flat["dp_cp"]
+            else:
+                self._flat[name] = self._mesh[axes]._flatten(f"flat_{name}")
+        return self._mesh
+
+    def get_mesh(self, name: str) -> DeviceMesh:
+        """The 1-D mesh of an axis, also of one rank.
+
+        Raises:
+            ValueError: no such axis; the message lists the valid ones.
+        """
+        self.degree(name)
+        assert self._mesh is not None, "build_mesh comes first"
+        return self._flat[name] if name in self._flat else self._mesh[name]
+
+    def get_optional_mesh(self, name: str) -> DeviceMesh | None:
+        """The mesh of an axis, or None where the axis has one rank."""
+        return self.get_mesh(name) if self.degree(name) > 1 else None
+
+    def get_group(self, name: str) -> ProcessGroup | None:
+        """The process group of an axis, or None where the axis has one rank."""
+        mesh = self.get_optional_mesh(name)
+        return None if mesh is None else mesh.get_group()
+
+    def data_rank_and_size(self) -> tuple[int, int]:
+        """(which share of the global batch this rank reads, number of shares)."""
+        return self.get_mesh("dp").get_local_rank(), self.degree("dp")
+
+    def describe(self) -> str:
+        """One line for the start-up report, such as ``8 ranks = dp_replicate 2 x dp_shard 4``."""
+        parts = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return f"{self.world_size} rank{'s' * (self.world_size > 1)}" + (
+            f" = {' x '.join(parts)}" if parts else ""
+        )

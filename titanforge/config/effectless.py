@@ -154,7 +154,7 @@ DEPENDENCES = (
 
 
 def effectless_settings(config: JobConfig, device_type: str) -> list[str]:
-    """One line per key that differs from its default and cannot matter in this mode."""
+    """One line per reason, naming each key that differs from its default and cannot matter in this mode."""
     reasons: dict[str, str] = {}
     for dependence in DEPENDENCES:
         if dependence.counts(config, device_type):
@@ -165,7 +165,10 @@ def effectless_settings(config: JobConfig, device_type: str) -> list[str]:
             )
             if named and schema.get_value(config, path) != key.default:
                 reasons.setdefault(path, dependence.reason)
+    settings: dict[str, list[str]] = {}
+    for path, reason in reasons.items():
+        settings.setdefault(reason, []).append(f"{path} = {schema.show(schema.get_value(config, path))}")
     return [
-        f"{path} = {schema.show(schema.get_value(config, path))} has no effect: {reason}"
-        for path, reason in reasons.items()
+        f"{', '.join(written)} {'has' if len(written) == 1 else 'have'} no effect: {reason}"
+        for reason, written in settings.items()
     ]

@@ -1,4 +1,4 @@
-"""Compare runs: ``python scripts/plot_run.py outputs/metrics.jsonl [other/metrics.jsonl …] -o comparison.png``."""
+"""Compare runs: ``python scripts/plot_run.py outputs/metrics.jsonl [more.jsonl …] -o comparison.png``."""
 
 from __future__ import annotations
 

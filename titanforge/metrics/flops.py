@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 # (pattern searched in the device name, FLOP/s): bf16 tensor cores, fp32 accumulation, *without* sparsity
 # (data sheets print the sparse number, twice these, in large type). The first match wins, so a card's
-# slower form (PCIe, NVL, Max-Q) stands before the plain name. `\b` keeps B200 out of GB200 and L40 out of L40S.
+# slower form (PCIe, NVL, Max-Q) stands before the plain name. `\b` tells B200 from GB200, L40 from L40S.
 # Sources: NVIDIA's data sheets of each product, the Ada (v2.1) and Blackwell RTX white papers, appendix A;
 # AMD Instinct data sheets (MI250X is reported as two devices, each with half of the card's rate).
 _PEAKS: tuple[tuple[str, float], ...] = (

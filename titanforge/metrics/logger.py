@@ -40,7 +40,8 @@ def read_scalars(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             if isinstance(value, DTensor) or value.numel() != 1:
                 raise ValueError(
-                    f"metric {name!r}: expected a reduced scalar, got {type(value).__name__} {tuple(value.shape)}"
+                    f"metric {name!r}: expected a reduced scalar, "
+                    f"got {type(value).__name__} of shape {tuple(value.shape)}"
                 )
             by_device.setdefault(value.device, []).append(name)
     read = dict(values)
@@ -185,7 +186,7 @@ class MetricsLogger:
         return step == 1 or step % self.log_freq == 0 or step == self.total_steps
 
     def log(self, step: int, values: dict[str, Any]) -> dict[str, Any] | None:
-        """Write one line for ``step`` (1-based); call it on every rank, at steps where ``should_log`` says so.
+        """Write one line for ``step`` (1-based); call it on every rank, where ``should_log`` says so.
 
         Args:
             values: ``loss``, ``grad_norm``, ``lr`` and whatever else; numbers, or scalar tensors already

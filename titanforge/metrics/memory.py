@@ -119,8 +119,9 @@ class MemoryPools:
             values["memory/alloc_retries"] = retries
             if retries > self._retries:
                 logger.warning(
-                    "%d allocation retries since the last log line: memory is nearly full, and each one stalls "
-                    "the device; lower training.local_batch_size or recompute more (activation_checkpoint.mode)",
+                    "%d allocation retries since the last log line: memory is nearly full, and each one "
+                    "stalls the device; lower training.local_batch_size or recompute more "
+                    "(activation_checkpoint.mode)",
                     retries - self._retries,
                 )
             self._retries = retries

@@ -22,11 +22,11 @@ def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
-    """Centred mean over up to ``window`` points, fewer at the ends; does not shift the curve."""
-    half = window // 2
+    """Centred mean over up to ``window`` points, fewer towards the ends; does not shift the curve."""
     means = []
     for i in range(len(values)):
-        span = values[max(0, i - half) : i + half + 1]
+        half = min(window // 2, i, len(values) - 1 - i)
+        span = values[i - half : i + half + 1]
         means.append(sum(span) / len(span))
     return means
 
@@ -64,6 +64,7 @@ def plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: str | Pat
     loss_axes, speed_axes = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     several = len(runs) > 1
     all_losses: list[float] = []
+    all_speeds: list[float] = []
     for index, (label, records) in enumerate(runs.items()):
         color = _COLORS[index % len(_COLORS)]
         steps, losses = _series(records, "loss")
@@ -89,6 +90,7 @@ def plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: str | Pat
                 for axes in (loss_axes, speed_axes):
                     axes.axvline(record["resumed_from"], color=color if several else "0.5", ls=":", lw=1)
         steps, speeds = _series(records, "tokens_per_second")
+        all_speeds += speeds
         speed_axes.plot(steps, speeds, color=color, linewidth=1.2, marker="." if len(steps) < 3 else None)
     finite = [loss for loss in all_losses if math.isfinite(loss)]
     if finite and min(finite) > 0 and max(finite) / min(finite) > 20:
@@ -97,7 +99,7 @@ def plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: str | Pat
     loss_axes.legend(frameon=False)
     loss_axes.set_title(title or ("training loss" if several else next(iter(runs))), loc="left")
     speed_axes.set_ylabel("tokens per second")
-    speed_axes.set_ylim(bottom=0)
+    speed_axes.set_ylim(bottom=0, top=1.08 * max(all_speeds, default=1.0))
     speed_axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     speed_axes.set_xlabel("step (dotted: resumed from a checkpoint)" if _any_resume(runs) else "step")
     for axes in (loss_axes, speed_axes):

@@ -19,7 +19,7 @@ _SNAPSHOT_ENTRIES = 100_000
 def absolute_schedule(
     start_step: int, freq: int, active: int, warmup: int
 ) -> Callable[[int], torch.profiler.ProfilerAction]:
-    """A torch.profiler schedule in steps of the *run*: a resumed run traces the same steps as an uninterrupted one.
+    """A torch.profiler schedule in steps of the *run*: a resumed run traces the steps that it would have.
 
     A trace ends with each step that is a multiple of ``freq`` and covers the last ``active`` steps.
 
@@ -29,7 +29,7 @@ def absolute_schedule(
     if active < 1 or warmup < 0 or freq < active + warmup:
         raise ValueError(
             f"profiling.profile_freq = {freq} has no room for profiling.profiler_warmup = {warmup} and "
-            f"profiling.profiler_active = {active}: it must be at least their sum, and profiler_active at least 1"
+            f"profiling.profiler_active = {active}: make it at least their sum, with active >= 1"
         )
     schedule = torch.profiler.schedule(wait=freq - active - warmup, warmup=warmup, active=active)
     return lambda step: schedule(start_step + step)

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def to_json_line(values: dict[str, Any]) -> str:
-    """One line of strict JSON. NaN and infinities, which JSON lacks, become null and are named under ``nonfinite``."""
+    """One line of strict JSON: NaN and infinities, which it lacks, become null, named under ``nonfinite``."""
     nonfinite = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
     if nonfinite:
         values = {k: None if k in nonfinite else v for k, v in values.items()} | {"nonfinite": nonfinite}
@@ -21,22 +21,31 @@ def to_json_line(values: dict[str, Any]) -> str:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Every complete line of a metrics file, in order; a last line torn by a crash is left out.
+    """Every line of a metrics file, in order.
+
+    A last line without its end is what a kill in mid-write leaves; it is left out silently. Other
+    unreadable lines are left out with a warning that names the first.
 
     Raises:
-        ValueError: a line other than the last is not a JSON object with a ``step``.
+        FileNotFoundError: no such file.
+        ValueError: the file has lines, and none of them is a metrics line.
     """
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    records = []
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    lines = text.splitlines()
+    records, broken = [], []
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             record["step"] = int(record["step"])
+            records.append(record)
         except (ValueError, KeyError, TypeError):
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number}: not a metrics line: {line[:80]!r}") from None
-        records.append(record)
+            broken.append(number)
+    if broken and not records:
+        raise ValueError(f"{path}: not a metrics file: no line is a JSON object with a step")
+    if broken and (broken[0] < len(lines) or text.endswith("\n")):
+        logger.warning(
+            "%s: left out %d unreadable line(s), the first is line %d", path, len(broken), broken[0]
+        )
     return records
 
 
@@ -57,7 +66,7 @@ class JsonlSink:
                 self._move_aside()
             else:
                 self._drop_after(start_step)
-        # O_APPEND and one write call a line: a kill leaves whole lines, or one torn last line that resume drops.
+        # O_APPEND and one write a line: a kill leaves whole lines, or one torn last line that resume drops.
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def log(self, values: dict[str, Any], step: int) -> None:
@@ -78,10 +87,15 @@ class JsonlSink:
         while (target := self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")).exists():
             number += 1
         os.replace(self.path, target)
-        logger.info("fresh start: the former %s is now %s", self.path.name, target.name)
+        logger.info("the former %s is now %s", self.path.name, target.name)
 
     def _drop_after(self, step: int) -> None:
-        kept = [record for record in read_metrics(self.path) if record["step"] <= step]
+        try:
+            kept = [record for record in read_metrics(self.path) if record["step"] <= step]
+        except ValueError:
+            # Not ours, or one torn line: nothing to continue, and nothing to destroy either.
+            self._move_aside()
+            return
         scratch = self.path.with_name(self.path.name + ".tmp")
         with open(scratch, "w", encoding="utf-8") as file:
             file.writelines(to_json_line(record) for record in kept)

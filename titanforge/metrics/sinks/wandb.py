@@ -15,7 +15,7 @@ RUN_ID_FILE = "wandb_run_id"
 
 
 def has_credentials() -> bool:
-    """Whether wandb can log in without asking: a key or identity token in the environment, or a netrc entry."""
+    """Whether wandb can log in without asking: a key or token in the environment, or a netrc entry."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
@@ -82,7 +82,7 @@ class WandbSink:
             "dir": os.environ.get("WANDB_DIR") or str(folder),
             "config": config,
             "notes": os.environ.get("WANDB_NOTES") or description or None,
-            "id": run_id or wandb.util.generate_id(),
+            "id": run_id or None,
             "resume": os.environ.get("WANDB_RESUME") or "allow",
             "group": os.environ.get("WANDB_RUN_GROUP") or None,
             "name": f"{name}-rank{rank}" if name and rank else name,

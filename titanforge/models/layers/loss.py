@@ -1,0 +1,138 @@
+"""The head and its cross-entropy, a chunk of tokens at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titanforge.models.layers.init_spec import InitSpec, Normal
+
+IGNORE_INDEX = -100
+"""Label of a token that is not counted."""
+
+CHUNK_LOGITS = 2**28
+"""Most logits held at once: 1 GiB in float32, 2048 tokens of Llama 3's vocabulary."""
+
+
+class ChunkedLinearCrossEntropy(torch.autograd.Function):
+    """Sum of the token losses of ``cross_entropy(hidden @ weightᵀ, labels)``.
+
+    The gradients are formed in forward, while a chunk's logits are at hand: three matrix products in all,
+    where recomputing the logits in backward would take four. Backward only multiplies them by the incoming
+    scalar.
+
+    Precision: logits are rounded to the dtype of the inputs (as an ordinary linear's are), their log-softmax
+    is taken in float32 (float64 for float64 inputs), and the label's own ``p - 1`` is formed by expm1 before
+    it is rounded, so that a confident token keeps its gradient. The weight gradient of more than one chunk is
+    summed in float32: a bf16 sum would lose a further bit or so with each chunk. One chunk needs no sum and
+    no buffer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        labels_N: torch.Tensor,
+        chunk_tokens: int,
+        need_hidden: bool,
+        need_weight: bool,
+    ) -> torch.Tensor:
+        N = hidden_ND.shape[0]
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        sum_dtype = wide if chunk_tokens < N else weight_VD.dtype
+        loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
+        grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype) if need_weight else None
+        for start in range(0, N, chunk_tokens):
+            h_CD = hidden_ND[start : start + chunk_tokens]
+            labels_C = labels_N[start : start + chunk_tokens]
+            ignored_C1 = (labels_C == IGNORE_INDEX)[:, None]
+            target_C1 = labels_C[:, None].masked_fill(ignored_C1, 0)
+            log_p_CV = torch.log_softmax(F.linear(h_CD, weight_VD), dim=-1, dtype=wide)
+            target_log_p_C1 = log_p_CV.gather(1, target_C1)
+            loss = loss - target_log_p_C1.masked_fill(ignored_C1, 0.0).sum()
+            if not (need_hidden or need_weight):
+                continue
+            grad_logits_CV = log_p_CV.exp_().to(weight_VD.dtype)
+            del log_p_CV
+            grad_logits_CV.scatter_(1, target_C1, torch.expm1(target_log_p_C1).to(weight_VD.dtype))
+            # Ignored tokens are struck out of the two products, [C, D] each, not out of the [C, V] logits.
+            if grad_hidden_ND is not None:
+                grad_hidden_ND[start : start + chunk_tokens] = (grad_logits_CV @ weight_VD).masked_fill(
+                    ignored_C1, 0.0
+                )
+            if grad_weight_VD is not None:
+                grad_weight_VD += grad_logits_CV.t() @ h_CD.masked_fill(ignored_C1, 0.0)
+        ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
+        ctx.weight_dtype = weight_VD.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_loss,) = grad_outputs
+        grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
+        if grad_hidden_ND is not None:
+            grad_hidden_ND = grad_hidden_ND * grad_loss
+        if grad_weight_VD is not None:
+            grad_weight_VD = (grad_weight_VD * grad_loss).to(ctx.weight_dtype)
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None
+
+
+def chunked_linear_cross_entropy(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, chunk_tokens: int
+) -> torch.Tensor:
+    """Summed loss over the tokens whose label is not -100: float32 scalar (float64 for float64 inputs).
+
+    All -100 gives 0.0 and zero gradients. Under autocast both inputs are cast as a linear's would be.
+    """
+    device_type = hidden_ND.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
+    grad = torch.is_grad_enabled()
+    need_hidden, need_weight = grad and hidden_ND.requires_grad, grad and weight_VD.requires_grad
+    with torch.autocast(device_type, enabled=False):
+        loss = ChunkedLinearCrossEntropy.apply(
+            hidden_ND, weight_VD, labels_N, chunk_tokens, need_hidden, need_weight
+        )
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+class OutputHead(nn.Linear):
+    """The last linear, which also owns the loss: both read its weight, so both must go through its forward.
+
+    Sharded data parallelism gathers a module's weights when the module is called; a loss that took the weight
+    from outside would find a shard.
+    """
+
+    def __init__(self, dim: int, vocab_size: int, chunk_logits: int = CHUNK_LOGITS) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+        self.chunk_logits = chunk_logits
+
+    def forward(self, input: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [..., V] of hidden states [..., D]; with ``labels`` [...] the float32 sum of the losses."""
+        if labels is None:
+            return super().forward(input)
+        return chunked_linear_cross_entropy(
+            input.reshape(-1, input.shape[-1]), self.weight, labels.reshape(-1), self.chunk_tokens
+        )
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens per chunk of the loss."""
+        tokens = max(1, self.chunk_logits // self.weight.shape[0])
+        return tokens // 128 * 128 or tokens  # whole tiles of a matrix product
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {"weight": Normal(head_std(self.in_features), cutoff=3.0)}
+
+
+def head_std(dim: int) -> float:
+    """Initial standard deviation of a head: logits of a normalised hidden state start with variance 1."""
+    return 1 / math.sqrt(dim)

@@ -1,0 +1,40 @@
+"""Where documents come from. Indexing reads no text that it need not; any document is read by number."""
+
+from __future__ import annotations
+
+from titanforge.data.sources.base import Source
+from titanforge.data.sources.jsonl import open_jsonl
+from titanforge.data.sources.parquet import open_parquet
+from titanforge.data.sources.text import open_python_stdlib, open_text
+
+__all__ = ["DATASETS", "Source", "open_source"]
+
+DATASETS = ("python_stdlib", "text", "jsonl", "parquet")
+
+
+def open_source(dataset: str, dataset_path: str | None, text_key: str) -> Source:
+    """The source that `training.dataset` and `training.dataset_path` name, indexed.
+
+    Raises:
+        ValueError: unknown dataset, or a path missing or given where none belongs.
+        FileNotFoundError: nothing at the path.
+        DataError: a file that is not of the kind.
+    """
+    if dataset == "python_stdlib":
+        if dataset_path:
+            raise ValueError(
+                f"training.dataset_path = {dataset_path!r}: the dataset 'python_stdlib' takes no path; "
+                "set training.dataset = 'text', 'jsonl' or 'parquet' to read it"
+            )
+        source = open_python_stdlib()
+    elif dataset == "text":
+        source = open_text(dataset_path)
+    elif dataset == "jsonl":
+        source = open_jsonl(dataset_path, text_key)
+    elif dataset == "parquet":
+        source = open_parquet(dataset_path, text_key)
+    else:
+        raise ValueError(f"training.dataset = {dataset!r}: choose one of {', '.join(DATASETS)}")
+    if len(source) == 0:
+        raise ValueError(f"training.dataset_path = {dataset_path!r}: no documents in it")
+    return source

@@ -23,4 +23,4 @@ format:
 	$(BIN)ruff format $(PATHS)
 
 docs:
-	$(BIN)python -m titanforge.config.reference > docs/config.md
+	$(BIN)python -m titanforge.config --markdown > docs/config.md

@@ -1,16 +1,23 @@
-"""Print the merged configuration: ``python -m titanforge.config [--section.key value ...]``."""
+"""Print the merged configuration: ``python -m titanforge.config [--section.key value ...]``.
+
+With ``--markdown`` alone: the reference page, docs/config.md.
+"""
 
 from __future__ import annotations
 
 import sys
 
 from titanforge.config.loader import read_config
+from titanforge.config.reference import reference_markdown
 from titanforge.config.schema import ConfigError
 from titanforge.config.writer import to_toml
 
 
 def main(argv: list[str]) -> int:
     """Print the merged configuration as TOML; 0 on success, 2 on a configuration error."""
+    if argv == ["--markdown"]:
+        print(reference_markdown(), end="")
+        return 0
     try:
         loaded = read_config(argv)
     except ConfigError as error:

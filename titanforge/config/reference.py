@@ -1,6 +1,6 @@
 """Help text and docs/config.md, made from ``sections.py`` so that they cannot go stale.
 
-``python -m titanforge.config.reference`` prints the Markdown page (``make docs`` writes it).
+``python -m titanforge.config --markdown`` prints the Markdown page (``make docs`` writes it).
 """
 
 from __future__ import annotations
@@ -98,7 +98,3 @@ def undocumented_keys() -> list[str]:
         for entry in (key, *_table_keys(key))
         if not entry.doc
     ]
-
-
-if __name__ == "__main__":
-    print(reference_markdown(), end="")

@@ -111,6 +111,8 @@ def show(value: Any) -> str:
         set_fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return show({name: item for name, item in set_fields.items() if item is not None})
     if isinstance(value, dict):
+        if not value:
+            return "{}"
         return "{ " + ", ".join(f"{name} = {show(item)}" for name, item in value.items()) + " }"
     return repr(value)
 
@@ -174,7 +176,9 @@ def nearest_key(path: str) -> str | None:
     def likeness(key: Key) -> float:
         leaf_ratio = difflib.SequenceMatcher(None, leaf, key.leaf).ratio()
         section_ratio = difflib.SequenceMatcher(None, section, key.section).ratio()
+        if section_ratio < 0.6:  # another word, not a misspelt one: chance letters in common say nothing
+            section_ratio = 0.0
         return 0.75 * leaf_ratio + 0.25 * section_ratio - 0.05 * max(0, key.path.count(".") - path.count("."))
 
-    best = max(all_keys().values(), key=lambda key: (likeness(key), -len(key.path)))
-    return best.path if likeness(best) >= 0.55 else None
+    best = max(all_keys().values(), key=likeness)
+    return best.path if likeness(best) >= 0.5 else None

@@ -75,9 +75,12 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def line_of(lines: dict[str, int], path: str) -> int | None:
-    """Line of a path, or of the nearest enclosing thing that has one."""
+    """Line of a path, else of the first thing below it, else of the nearest thing around it."""
     while path:
         if path in lines:
             return lines[path]
+        below = [line for other, line in lines.items() if other.startswith(f"{path}.")]
+        if below:
+            return min(below)
         path = path[: path.rindex("[")] if path.endswith("]") else path.rpartition(".")[0]
     return None

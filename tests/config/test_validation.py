@@ -1,0 +1,368 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titanforge.config import ConfigError, load_config, schema, validate_config
+from titanforge.config.bounds import BOUNDS
+from titanforge.config.effectless import DEPENDENCES
+
+REPOSITORY = Path(__file__).parent.parent.parent
+JOB_FILES = sorted((REPOSITORY / "train_configs").glob("*.toml"))
+
+
+def validate(*argv: str, world_size: int = 1, device: str = "cuda") -> list[str]:
+    return validate_config(load_config(list(argv)), world_size, device)
+
+
+def refusal_of(*argv: str, world_size: int = 1, device: str = "cuda") -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate(*argv, world_size=world_size, device=device)
+    message = str(caught.value)
+    assert "\n" not in message, "an error must be one line"
+    return message
+
+
+@pytest.mark.parametrize("file", JOB_FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("world_size, device", [(1, "cpu"), (64, "cuda")])
+def test_shipped_job_files_are_valid_and_quiet(file, world_size, device):
+    assert validate("--job.config_file", str(file), world_size=world_size, device=device) == []
+
+
+def test_shipped_sizes_are_there():
+    names = {file.stem for file in JOB_FILES}
+    assert names >= {"debug_model", "llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b"}
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_defaults_are_valid_and_quiet_anywhere(world_size):
+    assert validate(world_size=world_size, device="cpu") == []
+    assert validate(world_size=world_size) == []
+
+
+# --- numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", BOUNDS)
+def test_each_bound_refuses_what_lies_below_and_names_the_key(path):
+    low, high = BOUNDS[path]
+    whole = schema.without_none(schema.all_keys()[path].annotation)[0] is int
+    below = str(int(low) - 1) if whole else str(low - 0.5)
+    message = refusal_of(f"--{path}={below}")
+    assert message.startswith(f"{path} = {below}: must be at least {low}")
+    if high is not None:
+        assert f"less than {high}" in refusal_of(f"--{path}={int(high)}")
+
+
+@pytest.mark.parametrize(
+    "path", ["validation.steps", "training.global_batch_size", "parallelism.data_parallel_shard_degree"]
+)
+@pytest.mark.parametrize("value", [0, -2])
+def test_minus_one_is_the_only_other_value(path, value):
+    assert refusal_of(f"--{path}={value}").startswith(f"{path} = {value}: must be -1 or at least 1")
+
+
+@pytest.mark.parametrize("path", ["lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"])
+@pytest.mark.parametrize("value", [-0.1, 1.1])
+def test_shares_lie_between_0_and_1(path, value):
+    assert refusal_of(f"--{path}={value}") == f"{path} = {value}: must lie between 0 and 1"
+
+
+def test_bucket_size_and_group_values():
+    assert refusal_of("--sync.bucket_mib=0") == "sync.bucket_mib = 0.0: must be greater than 0"
+    groups = '[{pattern = "a"}, {pattern = "b", beta2 = 1.0}]'
+    message = "optimizer.param_groups[1].beta2 = 1.0: must be at least 0 and less than 1"
+    assert refusal_of("--optimizer.param_groups", groups) == message
+
+
+# --- parallel layout and batch ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "expert"])
+def test_axes_that_do_not_exist_yet_are_refused_by_name(axis):
+    message = refusal_of(f"--parallelism.{axis}_parallel_degree=2", world_size=2)
+    assert message.startswith(
+        f"parallelism.{axis}_parallel_degree = 2: {axis} parallelism is not available yet"
+    )
+
+
+def test_degrees_must_make_the_number_of_ranks():
+    message = refusal_of("--parallelism.data_parallel_replicate_degree=3", world_size=4)
+    assert message.startswith(
+        "parallelism.data_parallel_replicate_degree = 3: does not divide the number of ranks, 4"
+    )
+    message = refusal_of(
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.data_parallel_shard_degree=4",
+        world_size=4,
+    )
+    assert "makes 8 ranks, but 4 were started: set it to -1 (here 2), or start 8 ranks" in message
+    assert validate("--parallelism.data_parallel_replicate_degree=2", world_size=4) == []
+    both = ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2")
+    assert validate(*both, world_size=4) == []
+
+
+def test_global_batch_must_divide():
+    argv = ("--training.local_batch_size=4", "--training.global_batch_size=20")
+    assert validate(*argv, world_size=1) == []
+    assert refusal_of(*argv, world_size=2) == (
+        "training.global_batch_size = 20: must be a multiple of training.local_batch_size x data-parallel ranks"
+        " = 4 x 2 = 8: use 16 or 24, or another local_batch_size"
+    )
+    assert "use 32, or" in refusal_of(*argv, world_size=8)
+
+
+# --- optimizer, schedule, FORGE -----------------------------------------------------------------------------
+
+
+def test_master_weights_need_bfloat16_storage_and_native_rules():
+    for kind in ("float32", "stochastic_rounding"):
+        message = refusal_of(f"--optimizer.master_weights={kind}")
+        assert message.startswith(f'optimizer.master_weights = "{kind}": needs training.dtype = "bfloat16"')
+        argv = (f"--optimizer.master_weights={kind}", "--training.dtype=bfloat16")
+        assert validate(*argv) == []
+        message = refusal_of(*argv, "--optimizer.implementation=fused")
+        assert 'needs optimizer.implementation = "native", not "fused"' in message
+
+
+def test_torch_optim_takes_its_own_rules_and_float32_states_alone():
+    for implementation in ("fused", "foreach", "for-loop"):
+        argv = ("--optimizer.implementation", implementation)
+        for name in ("AdamW", "adam", "SGD"):
+            assert validate(*argv, "--optimizer.name", name) == []
+        message = refusal_of(*argv, "--optimizer.name", "Lion")
+        assert message.startswith(f'optimizer.implementation = "{implementation}": ') and '"Lion"' in message
+        message = refusal_of(*argv, "--optimizer.state_dtype", "bfloat16")
+        assert message.startswith(
+            'optimizer.state_dtype = "bfloat16": needs optimizer.implementation = "native"'
+        )
+
+
+def test_patterns_must_be_regular_expressions():
+    message = refusal_of("--optimizer.param_groups", '[{pattern = "("}]')
+    assert message.startswith('optimizer.param_groups[0].pattern = "(": is not a regular expression')
+    assert "is empty" in refusal_of("--optimizer.param_groups", "[{lr = 1.0}]")
+
+
+def test_schedule():
+    message = refusal_of("--lr_scheduler.warmup_steps=11", "--lr_scheduler.total_steps=10")
+    assert message.startswith("lr_scheduler.warmup_steps = 11: is longer than the schedule")
+    (warning,) = validate("--training.steps=100")
+    assert warning.startswith("lr_scheduler.warmup_steps = 200: the run, 100 steps, is all warm-up")
+    (warning,) = validate("--training.steps=1000", "--lr_scheduler.decay_ratio=0.9")
+    assert "warm-up (200 steps) and decay (900) are longer than the schedule (1000)" in warning
+    (warning,) = validate("--training.steps=1000", "--lr_scheduler.total_steps=900")
+    assert "the last 100 steps run at the schedule's floor" in warning
+    assert validate("--training.steps=1000", "--lr_scheduler.total_steps=2000") == []
+    assert validate("--training.steps=1000", "--lr_scheduler.decay_ratio=0.8") == []
+
+
+def test_fused_weights_and_exact_clipping_exclude_each_other():
+    message = refusal_of("--forge.enable")
+    assert message.startswith("training.max_norm = 1.0: ")
+    for choice in ('forge.clip = "lagged"', "training.max_norm = 0", "forge.enable = false"):
+        assert choice in message
+    assert validate("--forge.enable", "--forge.clip=lagged") == []
+    assert validate("--forge.enable", "--training.max_norm=0") == []
+    lagged = ("--forge.enable", "--forge.clip=lagged")
+    message = refusal_of(*lagged, "--optimizer.implementation=fused")
+    assert message.startswith('optimizer.implementation = "fused": forge.enable = true')
+    assert refusal_of(*lagged, "--training.enable_cpu_offload").startswith(
+        "training.enable_cpu_offload = true: "
+    )
+
+
+# --- data and validation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", ["text", "jsonl", "parquet"])
+def test_datasets_that_need_a_path(dataset, tmp_path):
+    argv = (f"--training.dataset={dataset}",)
+    message = refusal_of(*argv)
+    assert (
+        message.startswith("training.dataset_path = none: ")
+        and f'training.dataset = "{dataset}" needs' in message
+    )
+    missing = str(tmp_path / "none" / "*.x")
+    message = refusal_of(*argv, f"--training.dataset_path={missing}")
+    assert message.startswith(f'training.dataset_path = "{missing}": no such file')
+    assert "no such file" in refusal_of(*argv, f"--training.dataset_path={tmp_path}")  # an empty folder
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.x").write_text("x")
+    for path in (tmp_path, tmp_path / "deep" / "a.x", tmp_path / "*" / "*.x", tmp_path / "**" / "a.x"):
+        assert validate(*argv, f"--training.dataset_path={path}") == []
+
+
+def test_unknown_datasets():
+    assert refusal_of("--training.dataset=jsnol").endswith('did you mean "jsonl"?')
+    assert refusal_of("--training.dataset=c4").startswith(
+        'training.dataset = "c4": must be one of python_stdlib,'
+    )
+    message = refusal_of("--validation.enable", "--validation.dataset=c4_validation")
+    assert message.startswith('validation.dataset = "c4_validation": must be one of')
+
+
+def test_tokenizer_paths(tmp_path):
+    missing = str(tmp_path / "none")
+    assert refusal_of(f"--data.tokenizer={missing}").startswith(f'data.tokenizer = "{missing}": ')
+    message = refusal_of(f"--model.hf_assets_path={missing}")
+    assert message.startswith(f'model.hf_assets_path = "{missing}": no such folder')
+    assert validate(f"--model.hf_assets_path={missing}", "--data.tokenizer=byte") == []
+    assert validate(f"--model.hf_assets_path={tmp_path}") == []
+    file = tmp_path / "tokenizer.model"
+    file.write_text("x")
+    assert validate(f"--data.tokenizer={file}") == []
+
+
+def test_validation_needs_something_to_evaluate_on(tmp_path):
+    assert validate("--validation.enable") == []
+    message = refusal_of("--validation.enable", "--data.validation_fraction=0")
+    assert message.startswith(
+        "data.validation_fraction = 0.0: validation.enable = true has nothing to evaluate on"
+    )
+    file = tmp_path / "a.txt"
+    file.write_text("x")
+    message = refusal_of("--validation.enable", f"--validation.dataset_path={file}")
+    assert message.startswith(f'validation.dataset_path = "{file}": needs validation.dataset')
+    own = ("--validation.enable", "--validation.dataset=text")
+    assert refusal_of(*own).startswith("validation.dataset_path = none: ")
+    assert validate(*own, f"--validation.dataset_path={file}", "--data.validation_fraction=0") == []
+
+
+# --- checkpoints and the rest -------------------------------------------------------------------------------
+
+
+def test_checkpoint_rules(tmp_path):
+    enabled = ("--checkpoint.enable",)
+    assert validate(*enabled) == []
+    assert refusal_of(*enabled, "--checkpoint.keep_latest_k=1").startswith(
+        "checkpoint.keep_latest_k = 1: a crash"
+    )
+    assert validate(*enabled, "--checkpoint.keep_latest_k=0") == []
+    message = refusal_of(*enabled, "--checkpoint.exclude_from_loading=optimiser")
+    assert '"optimiser" is not one of' in message and message.endswith('did you mean "optimizer"?')
+    missing = str(tmp_path / "none")
+    message = refusal_of(*enabled, f"--checkpoint.initial_load_path={missing}")
+    assert message == f'checkpoint.initial_load_path = "{missing}": no such folder'
+    assert validate(*enabled, f"--checkpoint.initial_load_path={tmp_path}") == []
+    (warning,) = validate(*enabled, "--checkpoint.last_save_model_only")
+    assert warning.startswith("checkpoint.last_save_model_only = true: ")
+    seed = (*enabled, "--checkpoint.create_seed_checkpoint")
+    assert validate(*seed) == []
+    assert "is made by one process, not 2" in refusal_of(*seed, world_size=2)
+    assert refusal_of(*seed, "--checkpoint.load_only").startswith("checkpoint.load_only = true: contradicts")
+
+
+@pytest.mark.parametrize(
+    "argument", ["initial_load_path=.", "create_seed_checkpoint", "load_only", "load_step=5"]
+)
+def test_loading_needs_checkpoints_switched_on(argument):
+    message = refusal_of(f"--checkpoint.{argument}")
+    assert message.startswith(f"checkpoint.{argument.partition('=')[0]} = ")
+    assert message.endswith("needs checkpoint.enable = true")
+
+
+def test_profiler_window_fits_its_period():
+    argv = ("--profiling.enable_profiling", "--profiling.profile_freq=3")
+    message = "profiling.profile_freq = 3: must be at least profiler_warmup + profiler_active = 4"
+    assert refusal_of(*argv) == message
+    assert validate(*argv, "--profiling.profiler_warmup=2") == []
+
+
+@pytest.mark.parametrize("option", ["0", "-1", "every", "1.5", ""])
+def test_selective_option(option):
+    message = refusal_of(f"--activation_checkpoint.selective_ac_option={option}")
+    assert message.startswith(f'activation_checkpoint.selective_ac_option = "{option}": must be "op" or')
+    assert validate("--activation_checkpoint.selective_ac_option=2") == []
+
+
+def test_compile_components():
+    message = refusal_of("--compile.enable", "--compile.components=model,optim")
+    assert message.endswith('"optim" is not one of model, loss')
+    assert "nothing to compile" in refusal_of("--compile.enable", "--compile.components=")
+
+
+def test_dump_folder_is_no_file(tmp_path):
+    file = tmp_path / "x"
+    file.write_text("")
+    assert refusal_of(f"--job.dump_folder={file}") == f'job.dump_folder = "{file}": is a file, not a folder'
+
+
+# --- settings without effect --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv, path",
+    [
+        (["--checkpoint.interval=5"], "checkpoint.interval"),
+        (["--checkpoint.enable", "--checkpoint.export_dtype=bfloat16"], "checkpoint.export_dtype"),
+        (
+            ["--checkpoint.enable", "--checkpoint.initial_load_model_only=false"],
+            "checkpoint.initial_load_model_only",
+        ),
+        (["--forge.kernel=x"], "forge.kernel"),
+        (["--forge.enable", "--training.max_norm=0", "--forge.clip=lagged"], "forge.clip"),
+        (["--sync.bucket_mib=1"], "sync.bucket_mib"),
+        (["--parallelism.context_parallel_method=ulysses"], "parallelism.context_parallel_method"),
+        (
+            ["--parallelism.data_parallel_shard_degree=1", "--parallelism.fsdp_reshard_after_forward=never"],
+            "parallelism.fsdp_reshard_after_forward",
+        ),
+        (["--optimizer.scalar.lr=1"], "optimizer.scalar.lr"),
+        (["--optimizer.momentum=0.8"], "optimizer.momentum"),
+        (["--optimizer.name=SGD", "--optimizer.beta2=0.9"], "optimizer.beta2"),
+        (["--optimizer.name=lion", "--optimizer.eps=1"], "optimizer.eps"),
+        (["--optimizer.nesterov"], "optimizer.nesterov"),
+        (
+            ["--training.dtype=bfloat16", "--training.mixed_precision_param=float32"],
+            "training.mixed_precision_param",
+        ),
+        (["--training.dataset_path=x"], "training.dataset_path"),
+        (["--training.dataloader.prefetch_factor=3"], "training.dataloader.prefetch_factor"),
+        (["--training.dataloader.persistent_workers"], "training.dataloader.persistent_workers"),
+        (["--data.text_key=x"], "data.text_key"),
+        (
+            ["--activation_checkpoint.mode=full", "--activation_checkpoint.selective_ac_option=2"],
+            "activation_checkpoint.selective_ac_option",
+        ),
+        (
+            ["--activation_checkpoint.mode=none", "--activation_checkpoint.preserve_rng_state=false"],
+            "activation_checkpoint.preserve_rng_state",
+        ),
+        (["--compile.backend=eager"], "compile.backend"),
+        (["--validation.freq=5"], "validation.freq"),
+        (["--validation.enable", "--validation.sample_tokens=5"], "validation.sample_tokens"),
+        (["--profiling.profiler_active=2"], "profiling.profiler_active"),
+        (["--debug.deterministic_warn_only"], "debug.deterministic_warn_only"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_setting_without_effect_warns_by_name(argv, path):
+    (warning,) = validate(*argv)
+    assert warning.startswith(f"{path} = ") and " has no effect: " in warning
+
+
+@pytest.mark.parametrize("key", ["training.dataloader.pin_memory", "training.enable_cpu_offload"])
+def test_gpu_settings_warn_on_cpu_alone(key):
+    (warning,) = validate(f"--{key}", device="cpu")
+    assert warning == f"{key} = true has no effect: the run is on CPU"
+    assert validate(f"--{key}", device="cuda") == []
+
+
+def test_one_line_per_reason():
+    (warning,) = validate("--validation.freq=5", "--validation.steps=2")
+    assert warning == "validation.freq = 5, validation.steps = 2 have no effect: validation.enable is false"
+
+
+def test_a_rule_unknown_here_gets_no_warning_about_its_companions():
+    assert validate("--optimizer.name=Muon", "--optimizer.scalar.lr=1", "--optimizer.momentum=0.8") == []
+
+
+def test_the_table_names_existing_keys():
+    paths = schema.all_keys()
+    for dependence in DEPENDENCES:
+        for name in dependence.keys:
+            assert name in paths or (name.endswith(".") and any(path.startswith(name) for path in paths)), (
+                name
+            )

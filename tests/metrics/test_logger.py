@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -7,11 +8,31 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from titanforge.config.sections import JobConfig
 from titanforge.metrics import MetricsLogger, read_metrics
 from titanforge.metrics.eta import EtaEstimator
-from titanforge.metrics.logger import build_sinks, read_scalars
+from titanforge.metrics.logger import read_scalars
+
+
+@dataclasses.dataclass
+class Place:
+    """A process's place in the run."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+
+
+class Model(nn.Linear):
+    """Small, and it says what a token costs."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        return 1e6 * seq_len
 
 
 class Recorder:
@@ -19,97 +40,121 @@ class Recorder:
 
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
+        self.samples: list[tuple[str, str, int]] = []
         self.closed = False
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self.lines.append({"step": step} | values)
 
+    def log_sample(self, prompt: str, text: str, step: int) -> None:
+        self.samples.append((prompt, text, step))
+
     def close(self) -> None:
         self.closed = True
 
 
-def make(**options: Any) -> tuple[MetricsLogger, Recorder]:
+def config_for(folder: Path, steps: int = 12, log_freq: int = 5) -> JobConfig:
+    config = JobConfig()
+    config.job.dump_folder = str(folder)
+    config.training.steps = steps
+    config.training.seq_len = 2
+    config.metrics.log_freq = log_freq
+    return config
+
+
+def make(folder: Path, world_size: int = 1, **options: Any) -> tuple[MetricsLogger, Recorder]:
     sink = Recorder()
-    return MetricsLogger([sink], **({"log_freq": 5, "total_steps": 12} | options)), sink
+    place = Place(world_size=world_size)
+    return MetricsLogger(config_for(folder), {}, place, Model(), None, sinks=[sink], **options), sink
 
 
-def test_first_last_and_every_log_freq() -> None:
-    logger, _ = make()
-    assert [step for step in range(1, 13) if logger.should_log(step)] == [1, 5, 10, 12]
+LINE: dict[str, Any] = {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1}
 
 
-def test_rates_count_every_rank_once_and_leave_pauses_out() -> None:
-    # 8 ranks, of which 4 read different tokens (the others share a sequence, say).
-    logger, sink = make(
-        data_parallel_degree=4,
-        num_devices=8,
-        flops_per_token=1e6,
-        device_peak_flops=1e9,
-        start_step=3,
-        tokens_seen=100,
-    )
-    logger.start()
+def test_first_last_and_every_log_freq(tmp_path: Path) -> None:
+    logger, _ = make(tmp_path)
+    assert [step for step in range(1, 13) if logger.due(step)] == [1, 5, 10, 12]
+
+
+def test_rates_count_all_ranks_and_leave_pauses_out(tmp_path: Path) -> None:
+    logger, sink = make(tmp_path, world_size=8, resume_step=3, tokens_seen=100)
+    logger.device_peak_flops = 1e9
     begin = time.perf_counter()
-    for _ in range(2):
+    for step in (4, 5):
+        logger.begin_step()
         with logger.data_loading():
             time.sleep(0.02)
-        logger.count_tokens(50)
         time.sleep(0.02)
+        if step == 4:
+            assert logger.end_step(4, tokens_seen=300, **LINE) is None
+            busy = time.perf_counter() - begin
+            with logger.pause():
+                time.sleep(0.3)
+            begin = time.perf_counter() - busy
+    line = logger.end_step(5, tokens_seen=500, **LINE | {"loss": torch.tensor(2.5)})
     busy = time.perf_counter() - begin
-    with logger.paused():
-        time.sleep(0.3)
-    line = logger.log(5, {"loss": torch.tensor(2.5), "lr": 0.1})
     assert line is not None and line == {k: v for k, v in sink.lines[0].items() if k != "step"}
-    assert line["tokens_seen"] == 100 + 2 * 50 * 4
-    assert 400 / (busy + 0.1) < line["tokens_per_second"] <= 400 / busy
+    assert line["loss"] == 2.5 and line["tokens_seen"] == 500
+    assert 400 / (busy + 0.05) < line["tokens_per_second"] < 400 / (busy - 0.05 if busy > 0.1 else 0.07)
     assert line["tokens_per_second_per_device"] == line["tokens_per_second"] / 8
-    assert line["tflops_per_second"] == pytest.approx(line["tokens_per_second_per_device"] * 1e6 / 1e12)
-    assert line["mfu"] == pytest.approx(line["tokens_per_second_per_device"] * 1e6 / 1e9)
+    assert line["tflops_per_second"] == pytest.approx(line["tokens_per_second_per_device"] * 2e6 / 1e12)
+    assert line["mfu"] == pytest.approx(line["tokens_per_second_per_device"] * 2e6 / 1e9)
     assert line["step_seconds"] == pytest.approx(400 / line["tokens_per_second"] / 2)
-    assert 0.04 / (busy + 0.1) < line["data_loading_share"] < 0.9
+    assert 0.04 / (busy + 0.05) < line["data_loading_share"] < 0.9
     # The pause counts for the time left: 7 steps at more than 0.15 s each.
     assert line["eta_seconds"] > 7 * 0.15
     assert line["resumed_from"] == 3
-    following = logger.log(10, {"loss": 1.0})
+    following = logger.end_step(10, tokens_seen=500, **LINE)
     assert following is not None and "resumed_from" not in following
     assert following["tokens_per_second"] == 0 and following["data_loading_share"] == 0
 
 
-def test_unknown_peak_means_null_mfu() -> None:
-    logger, _ = make(flops_per_token=1e6, device_peak_flops=None)
-    logger.count_tokens(10)
-    line = logger.log(1, {"loss": 1.0})
+def test_no_peak_means_null_mfu(tmp_path: Path) -> None:
+    logger, _ = make(tmp_path)
+    logger.begin_step()
+    line = logger.end_step(1, tokens_seen=10, **LINE)
     assert line is not None and line["mfu"] is None and line["tflops_per_second"] > 0
 
 
-def test_tensors_are_read_exactly_and_at_log_steps_only() -> None:
+def test_tensors_are_read_exactly_and_by_logging_ranks_only(tmp_path: Path) -> None:
     loss = torch.tensor(0.1, dtype=torch.float32, requires_grad=True) * 1
     values = read_scalars({"loss": loss, "tokens": torch.tensor([12345678901]), "lr": 0.1, "note": None})
     assert values == {"loss": loss.item(), "tokens": 12345678901, "lr": 0.1, "note": None}
     assert isinstance(values["tokens"], int)
     with pytest.raises(ValueError, match="grad_norm"):
         read_scalars({"grad_norm": torch.ones(2)})
-    # A meta tensor cannot be read: a quiet rank that tried would raise.
-    quiet = MetricsLogger([], log_freq=1, total_steps=2)
-    assert quiet.log(1, {"loss": torch.empty((), device="meta")}) is None
-    assert quiet.log_validation(1, torch.empty((), device="meta"), 1) is None
+    # A meta tensor cannot be read: reading at a quiet step, or on a quiet rank, would raise.
+    unreadable = LINE | {"loss": torch.empty((), device="meta")}
+    logger, _ = make(tmp_path)
+    logger.begin_step()
+    assert logger.end_step(2, tokens_seen=1, **unreadable) is None
+    quiet = MetricsLogger(config_for(tmp_path), {}, Place(rank=1, world_size=2), Model(), None)
+    quiet.begin_step()
+    assert quiet.end_step(1, tokens_seen=1, **unreadable) is None
+    assert quiet.log_validation(1, loss=unreadable["loss"], tokens=1) is None
+    quiet.log_sample(1, "a", "b")
+    assert not list(tmp_path.iterdir())
 
 
-def test_validation_line() -> None:
-    logger, sink = make()
-    logger.log_validation(5, torch.tensor(2.0), torch.tensor(640))
+def test_validation_and_samples(tmp_path: Path) -> None:
+    logger, sink = make(tmp_path)
+    logger.log_validation(5, loss=torch.tensor(2.0), tokens=torch.tensor(640))
     assert {k: v for k, v in sink.lines[0].items() if k != "time"} == {
         "step": 5,
         "validation_loss": 2.0,
         "validation_tokens": 640,
     }
+    logger.log_sample(5, "def ", "f(x):")
+    logger.close()
+    assert sink.samples == [("def ", "f(x):", 5)]
+    assert read_metrics(tmp_path / "samples.jsonl") == [{"step": 5, "prompt": "def ", "text": "f(x):"}]
 
 
-def test_close_closes_sinks_once() -> None:
-    logger, sink = make()
+def test_close_closes_sinks_once(tmp_path: Path) -> None:
+    logger, sink = make(tmp_path)
     logger.close()
     logger.close()
-    assert sink.closed and logger.log(1, {"loss": 1.0}) is None
+    assert sink.closed and logger.end_step(1, tokens_seen=1, **LINE) is None
 
 
 def test_eta_forgets_the_first_interval() -> None:
@@ -120,40 +165,25 @@ def test_eta_forgets_the_first_interval() -> None:
     assert eta.update(100, 80, 80.0) == 0
 
 
-def config_for(folder: Path) -> JobConfig:
-    config = JobConfig()
-    config.job.dump_folder = str(folder)
-    config.training.steps = 4
-    config.metrics.log_freq = 1
-    config.metrics.enable_tensorboard = True
-    return config
-
-
-def test_built_logger_writes_the_promised_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = torch.nn.Linear(64, 64)
+def test_configured_sinks_get_the_promised_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
-    logger = MetricsLogger.build(
-        config_for(tmp_path),
-        rank=0,
-        world_size=1,
-        data_parallel_degree=1,
-        flops_per_token=1e6,
-        device="cpu",
-        model=model,
-        optimizer=optimizer,
-    )
+    config = config_for(tmp_path, steps=4, log_freq=1)
+    config.metrics.enable_tensorboard = True
+    logger = MetricsLogger(config, {}, Place(), model, optimizer)
     for step in (1, 2):
-        model(torch.randn(2, 64)).sum().backward()
-        logger.observe_gradients()
-        optimizer.step()
+        logger.begin_step()
         optimizer.zero_grad()
-        logger.count_tokens(2)
-        logger.log(step, {"loss": 1.0, "grad_norm": torch.tensor(2.0), "lr": 1e-3})
-    logger.log_validation(2, 0.9, 64)
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        logger.end_step(
+            step, loss=torch.tensor(1.0), grad_norm=torch.tensor(2.0), lr=1e-3, tokens_seen=2 * step
+        )
+    logger.log_validation(2, loss=0.9, tokens=64)
+    logger.log_sample(2, "import os", "\nprint")
     logger.close()
-    first, second, validation = (
-        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    )
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    first, second, validation = (json.loads(line) for line in lines)
     promised = (
         "step loss grad_norm lr tokens_per_second tflops_per_second mfu data_loading_share peak_memory_gib "
     )
@@ -170,17 +200,19 @@ def test_built_logger_writes_the_promised_keys(tmp_path: Path, capsys: pytest.Ca
         2 * weights, abs=16
     )  # and torch's step counters
     assert validation["validation_loss"] == 0.9
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    printed = capsys.readouterr().out
+    assert printed.count("grad") == 2 and printed.endswith("sample after step 2:\n  | import os\n  | print\n")
     assert list((tmp_path / "tb").glob("events*"))
 
 
 def test_sinks_by_rank(tmp_path: Path) -> None:
-    config = config_for(tmp_path)
-    assert build_sinks(config, rank=1, is_logging_rank=False, start_step=0) == []
+    config = config_for(tmp_path, log_freq=1)
+    config.metrics.enable_tensorboard = True
     config.metrics.save_for_all_ranks = True
     for rank in (0, 1):
-        logger = MetricsLogger(build_sinks(config, rank, rank == 0, 0), log_freq=1, total_steps=4)
-        logger.log(1, {"loss": float(rank)})
+        logger = MetricsLogger(config, {}, Place(rank, 2), Model(), None)
+        logger.begin_step()
+        logger.end_step(1, tokens_seen=1, **LINE | {"loss": float(rank)})
         logger.close()
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["loss"] == 0.0
     assert read_metrics(tmp_path / "metrics_rank1.jsonl")[0]["loss"] == 1.0

@@ -13,10 +13,12 @@ from titanforge.metrics.profiling import absolute_schedule
 
 
 def train(profiler: Profiler, steps: int) -> None:
-    with profiler:
-        for _ in range(steps):
+    first = profiler.step_number + 1
+    for step in range(first, first + steps):
+        with profiler.recording(step):
             torch.ones(8, 8) @ torch.ones(8, 8)
-            profiler.step()
+    profiler.close()
+    profiler.close()
 
 
 def test_traces_name_the_steps_of_the_run_also_after_resume(tmp_path: Path) -> None:
@@ -57,7 +59,7 @@ def test_out_of_memory_surfaces_whatever_else_fails(
     with (
         caplog.at_level(logging.ERROR),
         pytest.raises(torch.OutOfMemoryError, match="tried to allocate"),
-        profiler,
+        profiler.recording(1),
     ):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
     messages = [r.message for r in caplog.records]
@@ -65,9 +67,16 @@ def test_out_of_memory_surfaces_whatever_else_fails(
     assert any("could not write the memory snapshot" in m for m in messages)
 
 
-def test_other_errors_surface(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), Profiler(Profiling(enable_profiling=True), tmp_path):
+def test_a_cut_trace_is_not_written(tmp_path: Path) -> None:
+    profiler = Profiler(
+        Profiling(enable_profiling=True, profile_freq=3, profiler_active=2, profiler_warmup=0), tmp_path
+    )
+    for step in (1, 2):
+        with profiler.recording(step):
+            pass
+    with pytest.raises(KeyError), profiler.recording(3):
         raise KeyError("x")
+    profiler.close()
     assert not list(tmp_path.rglob("*.json"))
 
 
@@ -75,11 +84,13 @@ def test_other_errors_surface(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_gpu_out_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
     config = Profiling(enable_memory_snapshot=True, profile_freq=2)
-    with pytest.raises(torch.OutOfMemoryError), Profiler(config, tmp_path, device_type="cuda") as profiler:
-        for _ in range(3):
+    profiler = Profiler(config, tmp_path, device_type="cuda")
+    for step in (1, 2, 3):
+        with profiler.recording(step):
             torch.empty(2**20, device="cuda")
-            profiler.step()
+    with pytest.raises(torch.OutOfMemoryError), profiler.recording(4):
         torch.empty(2**50, device="cuda")
+    profiler.close()
     folder = tmp_path / "memory_snapshot"
     sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*.pickle")}
     assert set(sizes) == {"step_2/rank0_memory.pickle", "step_4_oom/rank0_memory.pickle"}

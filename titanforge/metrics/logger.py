@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from titanforge.metrics.eta import EtaEstimator
 from titanforge.metrics.flops import peak_flops
-from titanforge.metrics.memory import MemoryPools
+from titanforge.metrics.memory import GIB, MemoryPools
 from titanforge.metrics.sinks.console import ConsoleSink
 from titanforge.metrics.sinks.jsonl import JsonlSink
 from titanforge.metrics.sinks.tensorboard import TensorBoardSink
@@ -26,7 +25,22 @@ class Sink(Protocol):
 
     def log(self, values: dict[str, Any], step: int) -> None: ...
 
+    def log_sample(self, prompt: str, text: str, step: int) -> None: ...
+
     def close(self) -> None: ...
+
+
+class Runtime(Protocol):
+    """What the logger asks of the process's place in the run."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 def read_scalars(values: dict[str, Any]) -> dict[str, Any]:
@@ -55,95 +69,63 @@ def read_scalars(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class MetricsLogger:
-    """Counts and times every step cheaply; reads the device and writes the sinks at log steps only.
+    """Times every step cheaply; reads the device and writes the sinks at log steps only.
 
-    ``tokens_per_second`` covers all ranks; FLOP/s and MFU are per device. Time inside ``paused()``
+    ``tokens_per_second`` covers all ranks; FLOP/s and MFU are per device. Time inside ``pause()``
     (evaluation, saving) belongs to no step: it is left out of the throughput, and counts for the ETA.
 
     Args:
-        sinks: where lines go; none on ranks that do not log.
-        log_freq, total_steps: steps between lines, last step.
-        data_parallel_degree: ranks that read different tokens (each counts as many as this one).
-        num_devices: all ranks; with ``data_parallel_degree`` it turns tokens into FLOP/s per device.
-        flops_per_token: training FLOPs of one token.
-        device_peak_flops: from ``peak_flops``; None: MFU is null.
-        memory: pools to read at each line, or None.
-        device: the training device.
-        start_step: last step done before this process.
-        tokens_seen: tokens of those steps, all ranks.
+        config: the ``JobConfig``.
+        config_values: the same as a plain dictionary, for the dashboards.
+        runtime: ``rank``, ``world_size`` and ``device`` of this process.
+        model: asked for ``flops_per_token(seq_len)`` and its memory.
+        optimizer: asked for the memory of its states.
+        resume_step: last step done before this process began; 0 for a fresh start.
+        tokens_seen: tokens of those steps, over all ranks.
+        sinks: where lines go; default: what the configuration says for this rank.
     """
 
     def __init__(
         self,
-        sinks: list[Sink],
-        *,
-        log_freq: int,
-        total_steps: int,
-        data_parallel_degree: int = 1,
-        num_devices: int = 1,
-        flops_per_token: float = 0.0,
-        device_peak_flops: float | None = None,
-        memory: MemoryPools | None = None,
-        device: torch.device | str = "cpu",
-        start_step: int = 0,
-        tokens_seen: int = 0,
-    ) -> None:
-        self.sinks = sinks
-        self.log_freq = log_freq
-        self.total_steps = total_steps
-        self.data_parallel_degree = data_parallel_degree
-        self.num_devices = num_devices
-        self.flops_per_token = flops_per_token
-        self.device_peak_flops = device_peak_flops
-        self.memory = memory
-        self.device = torch.device(device)
-        self.tokens_seen = tokens_seen
-        self._resumed_from = start_step
-        self._last_step = start_step
-        self._eta = EtaEstimator(total_steps)
-        self.start()
-
-    @classmethod
-    def build(
-        cls,
         config: Any,
-        *,
-        rank: int,
-        world_size: int,
-        data_parallel_degree: int,
-        flops_per_token: float,
-        device: torch.device | str,
-        model: torch.nn.Module | None = None,
-        optimizer: Any = None,
-        start_step: int = 0,
+        config_values: dict[str, Any],
+        runtime: Runtime,
+        model: Any,
+        optimizer: Any,
+        resume_step: int = 0,
         tokens_seen: int = 0,
-        logging_rank: int = 0,
-    ) -> MetricsLogger:
-        """The logger of a run, with the sinks that the ``JobConfig`` asks for on this rank."""
-        device = torch.device(device)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        is_logging_rank = rank == logging_rank
-        return cls(
-            build_sinks(config, rank, is_logging_rank, start_step),
-            log_freq=config.metrics.log_freq,
-            total_steps=config.training.steps,
-            data_parallel_degree=data_parallel_degree,
-            num_devices=world_size,
-            flops_per_token=flops_per_token,
-            # CPUs have no useful peak, and asking would warn about every laptop run.
-            device_peak_flops=None if device.type == "cpu" else peak_flops(name),
-            memory=MemoryPools(model, optimizer, device) if model is not None else None,
-            device=device,
-            start_step=start_step,
-            tokens_seen=tokens_seen,
-        )
+        *,
+        sinks: list[Sink] | None = None,
+    ) -> None:
+        self.log_freq: int = config.metrics.log_freq
+        self.total_steps: int = config.training.steps
+        self.device = runtime.device
+        self.world_size = runtime.world_size
+        if sinks is None:
+            sinks = build_sinks(config, config_values, runtime.rank, runtime.rank == 0, resume_step)
+        self.sinks = sinks
+        self.flops_per_token = float(model.flops_per_token(config.training.seq_len))
+        # CPUs have no peak worth dividing by, and asking would warn in every run on a laptop.
+        on_gpu = self.device.type == "cuda"
+        self.device_peak_flops = peak_flops(torch.cuda.get_device_name(self.device)) if on_gpu else None
+        self.memory = MemoryPools(model, optimizer, self.device) if sinks else None
+        self._samples: JsonlSink | None = None
+        self._samples_path = Path(config.job.dump_folder) / "samples.jsonl"
+        self._resume_step = self._resumed_from = self._last_step = resume_step
+        self._last_tokens = tokens_seen
+        self._eta = EtaEstimator(self.total_steps)
+        self._interval_start: float | None = None
+        self._paused_seconds = self._data_seconds = 0.0
 
-    def start(self) -> None:
-        """(Re)start the interval: call right before the first step."""
+    def _start_interval(self) -> None:
         self._interval_start = time.perf_counter()
         self._paused_seconds = 0.0
         self._data_seconds = 0.0
-        self._interval_tokens = 0
+
+    def begin_step(self) -> None:
+        """A step begins. The first call starts the clock; later ones cost nothing."""
+        if self._interval_start is None:
+            self._start_interval()
 
     @contextlib.contextmanager
     def data_loading(self) -> Iterator[None]:
@@ -154,14 +136,8 @@ class MetricsLogger:
         finally:
             self._data_seconds += time.perf_counter() - begin
 
-    def count_tokens(self, local_tokens: int) -> None:
-        """This rank took ``local_tokens`` input positions: host arithmetic only. Call once a micro-batch."""
-        tokens = local_tokens * self.data_parallel_degree
-        self._interval_tokens += tokens
-        self.tokens_seen += tokens
-
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Evaluation, saving, sampling: not part of any step's throughput."""
         # Steps queued on the device would otherwise run on the pause's time, and the pause's work on theirs.
         self._synchronize()
@@ -176,78 +152,105 @@ class MetricsLogger:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def observe_gradients(self) -> None:
-        """Let the memory pools see the gradients (metadata only): call between backward and the update."""
-        if self.memory is not None and self.sinks:
-            self.memory.observe_gradients()
-
-    def should_log(self, step: int) -> bool:
+    def due(self, step: int) -> bool:
         """The first, every ``log_freq``-th and the last step."""
         return step == 1 or step % self.log_freq == 0 or step == self.total_steps
 
-    def log(self, step: int, values: dict[str, Any]) -> dict[str, Any] | None:
-        """Write one line for ``step`` (1-based); call it on every rank, where ``should_log`` says so.
+    def end_step(
+        self,
+        step: int,
+        *,
+        loss: Any,
+        grad_norm: Any,
+        lr: float,
+        tokens_seen: int,
+        ledger: Any = None,
+        **more: Any,
+    ) -> dict[str, Any] | None:
+        """Step ``step`` (1-based) is done; where one is due, write a line. Call it on every rank.
 
         Args:
-            values: ``loss``, ``grad_norm``, ``lr`` and whatever else; numbers, or scalar tensors already
-                reduced over ranks, which are read here.
+            loss, grad_norm, more: numbers, or scalar tensors already reduced over ranks. They are read
+                here, when a line is due and this rank has sinks: there alone the host waits.
+            tokens_seen: tokens of the run so far, over all ranks.
+            ledger: the communication ledger; its totals so far join the line.
 
         Returns:
-            What was written; None on a rank without sinks, which does not wait for its device.
+            What was written, or None.
         """
-        if not self.sinks:
-            self._last_step = step
-            self.start()
+        if not self.due(step) or not self.sinks:
             return None
-        # Reading waits for the device to finish the step, so the clock is read after it.
-        line = read_scalars(values)
+        line = read_scalars({"loss": loss, "grad_norm": grad_norm, "lr": lr, **more})
+        # Reading waited for the device to finish the step, so the clock is read after it.
+        assert self._interval_start is not None, "begin_step comes first"
         wall = time.perf_counter() - self._interval_start
         seconds = max(wall - self._paused_seconds, 1e-9)
-        tokens_per_second = self._interval_tokens / seconds
-        flops = tokens_per_second * self.flops_per_token / self.num_devices
+        tokens_per_second = (tokens_seen - self._last_tokens) / seconds
+        steps = step - self._last_step
+        flops = tokens_per_second * self.flops_per_token / self.world_size
         peak = self.device_peak_flops
         line |= {
             "tokens_per_second": tokens_per_second,
-            "tokens_per_second_per_device": tokens_per_second / self.num_devices,
+            "tokens_per_second_per_device": tokens_per_second / self.world_size,
             "tflops_per_second": flops / 1e12,
             "mfu": flops / peak if peak else None,
             "data_loading_share": self._data_seconds / seconds,
-            "step_seconds": seconds / max(1, step - self._last_step),
-            **(self.memory.read() if self.memory is not None else {"peak_memory_gib": None}),
-            "tokens_seen": self.tokens_seen,
-            "eta_seconds": self._eta.update(step, step - self._last_step, wall),
+            "step_seconds": seconds / max(1, steps),
+            **(self.memory.read() if self.memory is not None else {}),
+            **(ledger_values(ledger) if ledger is not None else {}),
+            "tokens_seen": tokens_seen,
+            "eta_seconds": self._eta.update(step, steps, wall),
             "time": time.time(),
         }
         if self._resumed_from:
             line["resumed_from"] = self._resumed_from
             self._resumed_from = 0
-        self._last_step = step
+        self._last_step, self._last_tokens = step, tokens_seen
         self._write(line, step)
-        self.start()
+        self._start_interval()
         return line
 
-    def log_validation(self, step: int, loss: Any, tokens: Any, **more: Any) -> dict[str, Any] | None:
+    def log_validation(self, step: int, *, loss: Any, tokens: Any, **more: Any) -> dict[str, Any] | None:
         """Write one validation line: mean loss over ``tokens`` tokens of all ranks, both already reduced."""
         if not self.sinks:
             return None
-        line = read_scalars({"validation_loss": loss, "validation_tokens": tokens, **more}) | {
-            "time": time.time()
-        }
+        line = read_scalars({"validation_loss": loss, "validation_tokens": tokens, **more})
+        line["time"] = time.time()
         self._write(line, step)
         return line
+
+    def log_sample(self, step: int, prompt: str, text: str) -> None:
+        """Show what the model made of ``prompt``; also kept in ``samples.jsonl``."""
+        if not self.sinks:
+            return
+        if self._samples is None:
+            self._samples = JsonlSink(self._samples_path, self._resume_step)
+        self._samples.log({"prompt": prompt, "text": text}, step)
+        for sink in self.sinks:
+            sink.log_sample(prompt, text, step)
 
     def _write(self, line: dict[str, Any], step: int) -> None:
         for sink in self.sinks:
             sink.log(line, step)
 
     def close(self) -> None:
-        """Finish every sink; the logger then drops what it is given."""
+        """Finish every sink; the logger then drops what it is given. Calling it again does nothing."""
         sinks, self.sinks = self.sinks, []
+        if self._samples is not None:
+            self._samples.close()
+            self._samples = None
         for sink in sinks:
             sink.close()
 
 
-def build_sinks(config: Any, rank: int, is_logging_rank: bool, start_step: int) -> list[Sink]:
+def ledger_values(ledger: Any) -> dict[str, float]:
+    """Bytes that this rank has handed to collectives so far, by axis and purpose, in GiB."""
+    return {f"comm/{axis}/{purpose}_gib": t.bytes / GIB for (axis, purpose), t in ledger.totals.items()}
+
+
+def build_sinks(
+    config: Any, config_values: dict[str, Any], rank: int, is_logging_rank: bool, start_step: int
+) -> list[Sink]:
     """The sinks of one rank.
 
     The logging rank has console, ``metrics.jsonl`` and what is switched on. Others have none, or with
@@ -269,7 +272,7 @@ def build_sinks(config: Any, rank: int, is_logging_rank: bool, start_step: int) 
             WandbSink(
                 metrics.wandb_project,
                 folder,
-                dataclasses.asdict(config),
+                config_values,
                 description=config.job.description,
                 start_step=start_step,
                 rank=0 if is_logging_rank else rank,

@@ -63,7 +63,8 @@ class MemoryPools:
     ``activations`` is the rest of the peak: saved activations, gathered weights, workspaces. On CPU
     the rest also excludes what the process (Python, libraries) held at construction.
 
-    Build it after the model and the optimizer. Reading costs no synchronisation with the device.
+    Build it after the model and the optimizer; read it while the gradients still exist (before the next
+    ``zero_grad``). Reading costs no synchronisation with the device.
 
     Args:
         model: the (sharded) model.
@@ -78,7 +79,6 @@ class MemoryPools:
         self.optimizer = optimizer
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         self.on_gpu = self.device.type == "cuda"
-        self._gradients = 0
         self._retries = 0
         self._outside = 0
         if self.on_gpu:
@@ -98,19 +98,14 @@ class MemoryPools:
         return local_bytes(_tensors_in(self.optimizer.state_dict().get("state", {})), self.device.type)
 
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that exist now."""
+        """Bytes of the gradients that exist now; what was consumed while backward ran is not among them."""
         gradients = (parameter.grad for parameter in self.model.parameters())
         return local_bytes([g for g in gradients if g is not None], self.device.type)
-
-    def observe_gradients(self) -> None:
-        """Remember the gradients' size: call between backward and the update, while they exist."""
-        self._gradients = max(self._gradients, self.gradient_bytes())
 
     def read(self) -> dict[str, float | int]:
         """The pools of the time since the last read, in GiB, and the counters; starts the next interval."""
         weights, states = self.weight_bytes(), self.state_bytes()
-        gradients = max(self._gradients, self.gradient_bytes())
-        self._gradients = 0
+        gradients = self.gradient_bytes()
         values: dict[str, float | int] = {}
         if self.on_gpu:
             peak = torch.cuda.max_memory_allocated(self.device)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def absolute_schedule(
 
 
 class Profiler:
-    """Context manager around the training loop; call ``step()`` at the end of every step.
+    """Records around each step: ``with profiler.recording(step): …``; ``close()`` at the end.
 
     Writes ``<dump_folder>/<save_traces_folder>/step_<n>/rank<r>_trace.json`` (open in Perfetto or
     chrome://tracing) and ``<dump_folder>/<save_memory_snapshot_folder>/step_<n>[_oom]/rank<r>_memory.pickle``
@@ -48,7 +48,7 @@ class Profiler:
         dump_folder: ``job.dump_folder``.
         rank: names the files.
         start_step: last step done before this process began (0, or the checkpoint's).
-        device_type: ``"cuda"`` or ``"cpu"``; CPU has no memory snapshots.
+        device_type: ``"cuda"`` or ``"cpu"`` (no memory snapshots there); default: what this machine has.
     """
 
     def __init__(
@@ -57,11 +57,13 @@ class Profiler:
         dump_folder: str | Path,
         rank: int = 0,
         start_step: int = 0,
-        device_type: str = "cpu",
+        device_type: str | None = None,
     ) -> None:
+        device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         self.config = config
         self.rank = rank
         self.step_number = start_step
+        self._started = False
         self.traces_folder = Path(dump_folder) / config.save_traces_folder
         self.snapshots_folder = Path(dump_folder) / config.save_memory_snapshot_folder
         self._profile: torch.profiler.profile | None = None
@@ -84,40 +86,45 @@ class Profiler:
                 record_shapes=True,
             )
 
-    def __enter__(self) -> Profiler:
+    @contextlib.contextmanager
+    def recording(self, step: int) -> Iterator[None]:
+        """Around step ``step`` (1-based); an out-of-memory error in it leaves a snapshot and surfaces."""
+        self._start()
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            logger.error("out of memory in step %d", step)
+            if self._snapshots:
+                self.write_snapshot(f"step_{step}_oom")
+            raise
+        self.step_number = step
+        if self._profile is not None:
+            self._profile.step()
+        if self._snapshots and step % self.config.profile_freq == 0:
+            self.write_snapshot(f"step_{step}")
+
+    def _start(self) -> None:
+        """At the first step, not at construction: set-up is no part of a step."""
+        if self._started:
+            return
+        self._started = True
         if self._snapshots:
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
         if self._profile is not None:
             self._profile.start()
-        return self
 
-    def step(self) -> None:
-        """A training step is done."""
-        self.step_number += 1
+    def close(self) -> None:
+        """Stop recording; a trace that is not complete is not written. Calling it again does nothing."""
+        if not self._started:
+            return
+        self._started = False
+        if self._snapshots:
+            torch.cuda.memory._record_memory_history(enabled=None)
         if self._profile is not None:
-            self._profile.step()
-        if self._snapshots and self.step_number % self.config.profile_freq == 0:
-            self.write_snapshot(f"step_{self.step_number}")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if isinstance(error, torch.OutOfMemoryError):
-                logger.error("out of memory in step %d", self.step_number + 1)
-                if self._snapshots:
-                    self.write_snapshot(f"step_{self.step_number + 1}_oom")
-            if self._snapshots:
-                torch.cuda.memory._record_memory_history(enabled=None)
-            if self._profile is not None:
-                # A trace cut short by an error is not a trace of `active` steps: it is not written.
-                self._profile.on_trace_ready = None
-                self._profile.stop()
-        except Exception:
-            if error is None:
-                raise
-            # The error in flight says why the run ends; this one only why a trace is missing.
-            logger.exception("could not finish profiling")
+            # Stopping in mid-trace would hand out fewer steps than `profiler_active` under a full name.
+            self._profile.on_trace_ready = None
+            self._profile.stop()
+            self._profile = None
 
     def write_snapshot(self, name: str) -> Path | None:
         """Dump the allocator's history; None, with the error in the log, if that failed."""

@@ -76,5 +76,9 @@ class ConsoleSink:
             ]
         print("  ".join(columns), file=self.stream, flush=True)
 
+    def log_sample(self, prompt: str, text: str, step: int) -> None:
+        body = "\n".join(f"  | {line}" for line in (prompt + text).splitlines())
+        print(f"sample after step {step}:\n{body}", file=self.stream, flush=True)
+
     def close(self) -> None:
         self.stream.flush()

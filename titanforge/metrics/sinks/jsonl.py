@@ -74,6 +74,9 @@ class JsonlSink:
         while data:
             data = data[os.write(self._file, data) :]
 
+    def log_sample(self, prompt: str, text: str, step: int) -> None:
+        """Nothing: this file holds numbers; samples have a file of their own."""
+
     def close(self) -> None:
         if self._file >= 0:
             os.fsync(self._file)

@@ -27,5 +27,10 @@ class TensorBoardSink:
                 self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
 
+    def log_sample(self, prompt: str, text: str, step: int) -> None:
+        # Indented by four spaces, Markdown shows it as it is.
+        body = "\n".join("    " + line for line in (prompt + text).splitlines())
+        self._writer.add_text(f"sample/{prompt[:40]}", body, global_step=step)
+
     def close(self) -> None:
         self._writer.close()

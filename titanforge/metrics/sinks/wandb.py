@@ -67,6 +67,7 @@ class WandbSink:
         rank: int = 0,
     ) -> None:
         import wandb
+        from wandb.errors import CommError
 
         folder = Path(dump_folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,7 @@ class WandbSink:
         mode = choose_mode()
         try:
             self._run = wandb.init(mode=mode, **arguments)  # type: ignore[arg-type]
-        except wandb.errors.CommError as error:
+        except CommError as error:
             logger.warning(
                 "W&B: cannot reach the server (%s): running offline; `wandb sync` uploads it later", error
             )
@@ -104,6 +105,12 @@ class WandbSink:
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self._run.log({name: value for name, value in values.items() if value is not None} | {"step": step})
+
+    def log_sample(self, prompt: str, text: str, step: int) -> None:
+        import wandb
+
+        table = wandb.Table(columns=["step", "prompt", "text"], data=[[step, prompt, text]])
+        self._run.log({f"sample/{prompt[:40]}": table, "step": step})
 
     def close(self) -> None:
         self._run.finish()

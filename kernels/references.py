@@ -8,8 +8,8 @@ Triton with the same order of operations.
 
 The first four hyperparameters are common to all rules:
 
-    h[0] apply         1: take the step; 0: return weight and states bit for bit (a non-finite step). A launcher
-                       may test it once and skip the whole pass, which is the same.
+    h[0] apply         1: take the step; 0: return weight and states bit for bit (a non-finite step).
+                       A launcher may test it once and skip the whole pass, which is the same.
     h[1] lr            learning rate of this step
     h[2] weight_decay
     h[3] grad_scale    factor on the gradient (global-norm clipping), never on the decay
@@ -81,7 +81,7 @@ def adam(g: Tensor, w: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor,
 
 
 def adamw(g: Tensor, w: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """m <- b1 m + (1-b1) g; v <- b2 v + (1-b2) g^2; w <- w - lr wd w - lr/c1 * m / (sqrt(v)/sqrt(c2) + eps)."""
+    """m <- b1 m + (1-b1) g; v <- b2 v + (1-b2) g^2; w <- w - lr wd w - lr/c1 m / (sqrt(v)/sqrt(c2) + eps)."""
     d = g * h[3]
     m_new = h[4] * m + h[5] * d
     v_new = h[6] * v + h[7] * (d * d)
@@ -111,7 +111,7 @@ def nadam(g: Tensor, w: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor
 
 
 def radam(g: Tensor, w: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Adam's moments; w <- w - lr wd w - (lr/c1) m (adaptive / (sqrt(v) + eps) + plain); one of the two is 0."""
+    """Adam's moments; w <- w - lr wd w - lr/c1 m (adaptive / (sqrt(v) + eps) + plain); one of them is 0."""
     d = g * h[3]
     m_new = h[4] * m + h[5] * d
     v_new = h[6] * v + h[7] * (d * d)

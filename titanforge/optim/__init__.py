@@ -1,0 +1,24 @@
+"""Update rules, parameter groups, learning-rate schedules and the ordinary optimizer engine.
+
+Imports `titanforge.kernels` and torch, nothing else of ours. It knows no mesh: weights and states may be
+DTensors, and every update runs on their local tensors.
+"""
+
+from __future__ import annotations
+
+from titanforge.optim.build import build_optimizer
+from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.lr_schedule import lr_factor
+from titanforge.optim.registry import RULES, build_rule
+from titanforge.optim.rule import Reach, StateSlot, UpdateRule
+
+__all__ = [
+    "RULES",
+    "Reach",
+    "RuleOptimizer",
+    "StateSlot",
+    "UpdateRule",
+    "build_optimizer",
+    "build_rule",
+    "lr_factor",
+]

@@ -1,0 +1,135 @@
+"""From the `[optimizer]` section to an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import nn
+
+from titanforge.optim.baseline import TorchOptimizer
+from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.param_groups import (
+    ParamGroupSpec,
+    PatternGroup,
+    RuleOptions,
+    build_param_groups,
+    named_trainable_parameters,
+)
+from titanforge.optim.registry import build_rule
+
+
+class ScalarOptions(Protocol):
+    """The keys of `[optimizer.scalar]`."""
+
+    name: str
+    lr: float | None
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class OptimizerOptions(Protocol):
+    """The keys of `[optimizer]`; `titanforge.config.sections.Optimizer` has them."""
+
+    name: str
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    implementation: str
+    state_dtype: str
+    master_weights: str
+
+    @property
+    def param_groups(self) -> Sequence[PatternGroup]: ...
+
+    @property
+    def scalar(self) -> ScalarOptions: ...
+
+
+def build_optimizer(
+    model: nn.Module, options: OptimizerOptions, training_dtype: str
+) -> RuleOptimizer | TorchOptimizer:
+    """The optimizer of a model that has its memory, and its weights if there are master weights.
+
+    options: the `[optimizer]` section.
+    training_dtype: how weights are stored, `float32` or `bfloat16`.
+    Raises ValueError, naming the key, for a combination that is not possible.
+    """
+    groups = build_groups(model, options)
+    if options.master_weights != "none" and training_dtype != "bfloat16":
+        raise ValueError(
+            f"optimizer.master_weights = {options.master_weights!r} is for bfloat16 weights; with "
+            f'training.dtype = {training_dtype!r} set it to "none"'
+        )
+    if options.implementation == "native":
+        return RuleOptimizer(groups, state_dtype=options.state_dtype, master_weights=options.master_weights)
+    for key, value, only in (
+        # torch.optim keeps states in the weights' dtype: the default is not read.
+        ("state_dtype", options.state_dtype, ("float32", training_dtype)),
+        ("master_weights", options.master_weights, ("none",)),
+    ):
+        if value not in only:
+            raise ValueError(
+                f'optimizer.{key} = {value!r} needs optimizer.implementation = "native", '
+                f"not {options.implementation!r}"
+            )
+    return TorchOptimizer(groups, options.implementation)
+
+
+def build_groups(model: nn.Module, options: OptimizerOptions) -> list[ParamGroupSpec]:
+    """The parameter groups alone, also for a model on meta: for printing them without memory."""
+    _check_ranges(options)
+    scalar = options.scalar
+    main_rule = build_rule(options.name, momentum=options.momentum, nesterov=options.nesterov)
+    main = RuleOptions(main_rule, _values(options, options.lr, options.momentum))
+    beside = None
+    if main_rule.matrix_only:
+        rule = build_rule(scalar.name, momentum=options.momentum, key="optimizer.scalar.name")
+        if rule.matrix_only:
+            raise ValueError(
+                f"optimizer.scalar.name = {scalar.name!r} takes matrices alone, and the scalar rule is for "
+                "the other weights: take AdamW or Lion"
+            )
+        lr = options.lr if scalar.lr is None else scalar.lr
+        beside = RuleOptions(rule, _values(scalar, lr, options.momentum), "optimizer.scalar")
+    named, roles = named_trainable_parameters(model)
+    return build_param_groups(named, main, options.param_groups, scalar=beside, roles=roles)
+
+
+def _values(section: OptimizerOptions | ScalarOptions, lr: float, momentum: float) -> dict[str, float]:
+    return {
+        "lr": lr,
+        "weight_decay": section.weight_decay,
+        "beta1": section.beta1,
+        "beta2": section.beta2,
+        "eps": section.eps,
+        "momentum": momentum,
+    }
+
+
+def _check_ranges(options: OptimizerOptions) -> None:
+    sections = [
+        ("optimizer", options),
+        ("optimizer.scalar", options.scalar),
+        *((f"optimizer.param_groups[{index}]", group) for index, group in enumerate(options.param_groups)),
+    ]
+    for section, values in sections:
+        for key, upper in (
+            ("lr", None),
+            ("weight_decay", None),
+            ("eps", None),
+            ("beta1", 1.0),
+            ("beta2", 1.0),
+        ):
+            value = getattr(values, key)
+            if value is not None and not (value >= 0 and (upper is None or value < upper)):
+                valid = "at least 0" if upper is None else "at least 0 and below 1"
+                raise ValueError(f"{section}.{key} must be {valid}, not {value}")
+    if not 0.0 <= options.momentum < 1.0:
+        raise ValueError(f"optimizer.momentum must be at least 0 and below 1, not {options.momentum}")

@@ -1,0 +1,72 @@
+"""The one place that knows whether Triton is there, and whether it interprets or compiles.
+
+`HAS_TRITON` is False where Triton is not installed; every module of this package still imports, and only the
+plain-torch references run. `INTERPRET` is True under `TRITON_INTERPRET=1`: Triton decides this when a kernel is
+decorated, that is at import, so it cannot change within a process. Interpreted kernels run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+else:
+    try:
+        import triton
+        import triton.language as tl
+
+        HAS_TRITON = True
+    except ImportError:
+        triton = None
+        tl = None
+        HAS_TRITON = False
+
+INTERPRET: bool = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def jit(function: Any) -> Any:
+    """`triton.jit` where Triton is installed; otherwise the function itself, which nothing will call."""
+    return triton.jit(function) if HAS_TRITON else function
+
+
+def constant(value: Any) -> Any:
+    """A module-level constant that jit functions may read. (Interpreted functions are Python: any value will do.)"""
+    return tl.constexpr(value) if HAS_TRITON and not INTERPRET else value
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b for non-negative a."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least n (n >= 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether kernels on this tensor go through Triton (on a GPU, or interpreted on CPU) or the reference."""
+    if tensor.is_cuda and not HAS_TRITON:
+        raise RuntimeError("updates on a CUDA device need Triton: install triton, or train on CPU")
+    return tensor.is_cuda or (INTERPRET and tensor.device.type == "cpu")
+
+
+def kernel_view(tensor: Tensor) -> Tensor:
+    """The tensor as kernels take it: fp8 storage is handed over as bytes and decoded by our own code."""
+    if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+"""Passed at every launch. Whether `a * b + c` is contracted depends on the code around it, so contraction would
+let the fused and the unfused form of one epilogue differ in the last bit. The updates are bound by memory and do
+not miss it."""

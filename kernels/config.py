@@ -1,0 +1,113 @@
+"""Which tile shape the weight-gradient kernel runs with: a table, and what an autotuner found on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from titanforge.kernels._triton import INTERPRET, next_power_of_2
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Tile of `block_n` x `block_k` weights, `block_t` tokens a step, and how it is scheduled.
+
+    group: rows of tiles walked together. split: pieces in which the epilogue takes a tile (1, 2, 4).
+    prefetch: ask for weights and states in L2 before the mainloop.
+    """
+
+    block_n: int
+    block_k: int
+    block_t: int
+    group: int = 8
+    split: int = 1
+    warps: int = 4
+    stages: int = 3
+    prefetch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.split not in (1, 2, 4) or self.block_k % (64 * self.split):
+            raise ValueError(f"a tile must split into 1, 2 or 4 pieces whose width is a multiple of 64: {self}")
+        if min(self.block_n, self.block_t) < 16:
+            raise ValueError(f"a tile is at least 16 rows by 16 tokens: {self}")
+
+
+# Measured on an H200 with AdamW and bf16 states: the narrow tile hides its epilogue behind other blocks of the same
+# multiprocessor while memory is the limit, the wide one reuses operands while multiplying is.
+_FEW_TOKENS = TileConfig(64, 128, 64, group=8, split=2, warps=4, stages=4, prefetch=True)
+_MANY_TOKENS = TileConfig(128, 256, 64, group=8, split=4, warps=8, stages=4, prefetch=True)
+_SMALL = TileConfig(64, 64, 64, group=8, warps=4, stages=3)
+# fp32 operands take twice the shared memory, and products without tensor cores take many registers.
+_FP32 = TileConfig(64, 64, 16, group=8, warps=8, stages=2)
+_INTERPRETED = TileConfig(32, 64, 32, group=2)
+
+
+def cache_path() -> Path:
+    """File of tuned configurations: `$TITANFORGE_CACHE_DIR/tiles.json`, by default under `~/.cache/titanforge`."""
+    folder = os.environ.get("TITANFORGE_CACHE_DIR") or Path.home() / ".cache" / "titanforge"
+    return Path(folder) / "tiles.json"
+
+
+def shape_key(device_name: str, n: int, k: int, tokens: int, dtype: torch.dtype, slots: int) -> str:
+    """Key of the cache. Tokens are taken to the next power of two, so that near batch sizes share an entry."""
+    bucket = next_power_of_2(max(tokens, 1))
+    return f"{device_name}/{n}x{k}/{bucket}/{str(dtype).removeprefix('torch.')}/{slots}"
+
+
+@cache
+def _tuned() -> dict[str, TileConfig]:
+    try:
+        entries = json.loads(cache_path().read_text())
+    except FileNotFoundError:
+        return {}
+    return {key: TileConfig(**entry) for key, entry in entries.items()}
+
+
+def remember_config(key: str, config: TileConfig) -> None:
+    """Add one entry to the cache file. Written aside and renamed, so that a reader never sees half a file."""
+    path = cache_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = json.loads(path.read_text()) if path.exists() else {}
+    entries[key] = asdict(config)
+    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    aside.write_text(json.dumps(entries, indent=1, sort_keys=True))
+    aside.replace(path)
+    _tuned.cache_clear()
+
+
+def choose_config(n: int, k: int, tokens: int, dtype: torch.dtype, slots: int, device: torch.device) -> TileConfig:
+    """The tuned configuration for this device and shape, or else the table's.
+
+    n, k: rows and columns of the weight. tokens: of the whole batch (per expert on average, for grouped weights).
+    dtype: of the operands. slots: states that the epilogue reads.
+    """
+    if INTERPRET and device.type == "cpu":
+        return _INTERPRETED
+    tuned = _tuned()
+    if tuned:
+        key = shape_key(torch.cuda.get_device_name(device), n, k, tokens, dtype, slots)
+        if key in tuned:
+            return tuned[key]
+    if dtype == torch.float32:
+        return _FP32
+    if n <= 256 or k <= 256:
+        return _SMALL
+    return _FEW_TOKENS if tokens < 2048 else _MANY_TOKENS
+
+
+def candidate_configs(dtype: torch.dtype) -> list[TileConfig]:
+    """What the autotuner tries."""
+    if dtype == torch.float32:
+        return [_FP32, TileConfig(64, 64, 32, warps=4, stages=2), TileConfig(32, 64, 32, warps=4, stages=3)]
+    shapes = ((64, 128, 2, 4), (64, 128, 1, 4), (128, 128, 2, 8), (128, 128, 1, 8), (128, 256, 4, 8), (64, 256, 2, 4))
+    return [
+        TileConfig(block_n, block_k, 64, group, split, warps, stages, prefetch=True)
+        for block_n, block_k, split, warps in shapes
+        for group in (1, 8)
+        for stages in (3, 4)
+    ] + [_SMALL]

@@ -1,0 +1,268 @@
+"""What all kernels do with one tile of gradient in registers: decode, apply the epilogue, encode, store.
+
+A tile is R rows by C columns (C a multiple of 64) of a tensor's matrix view. Kernels describe it by the element
+offset of its origin (`base`, int64 scalar) and the offsets inside it (`off`, [R, C]), the same for its block
+scales (`scale_base`, `scale_off` [R, C // 64]), masks, and the coordinates for random bits (`row` [R, 1], `pair`
+= column // 2, [R or 1, C // 2]). Codecs are compile-time bit fields (`Codec.code`).
+"""
+
+from __future__ import annotations
+
+from titanforge.kernels import codecs
+from titanforge.kernels._triton import INTERPRET, constant, jit, tl
+from titanforge.kernels.philox import random_words
+
+INTERPRETED = constant(INTERPRET)
+ABSMAX_FLOOR = constant(codecs.SMALLEST_ABSMAX)
+ROUND_TO_INTEGER = constant(12582912.0)  # 1.5 * 2^23
+LARGEST = constant(3.4028234663852886e38)
+
+KIND, BLOCKWISE, TENSORWISE = constant(codecs.KIND), constant(codecs.BLOCKWISE), constant(codecs.TENSORWISE)
+FORM, FORM_UNIT = constant(codecs.FORM), constant(codecs.FORM_UNIT)
+ROOT, FLOORED, RANDOM = constant(codecs.ROOT), constant(codecs.FLOORED), constant(codecs.STOCHASTIC)
+
+
+@jit
+def load(pointers, mask, MASKED: tl.constexpr):
+    # Weights and states are read once per step: keep the operands in L2 instead.
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
+    else:
+        return tl.load(pointers, eviction_policy="evict_first")
+
+
+@jit
+def decode_fp8(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """uint8 fp8 codes to fp32. Shifted into place, a code is the value times 2^(BIAS - 127), subnormals included."""
+    bits = code.to(tl.uint32)
+    magnitude = ((bits & 0x7F) << (23 - MANTISSA)).to(tl.float32, bitcast=True)
+    # 2^(127 - BIAS) as a power that fp32 holds: BIAS is 7 or 15.
+    power = tl.full([1, 1], (254 - BIAS) << 23, tl.uint32).to(tl.float32, bitcast=True)
+    x = magnitude * power
+    return tl.where((bits & 0x80) != 0, -x, x)
+
+
+@jit
+def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """fp32 within the finite range to uint8 fp8 codes, round to nearest even."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    shift: tl.constexpr = 23 - MANTISSA
+    half: tl.constexpr = (1 << (22 - MANTISSA)) - 1
+    # Normal codes: round the fp32 mantissa, then move the exponent's bias.
+    normal = ((magnitude + half + ((magnitude >> shift) & 1)) >> shift) - ((127 - BIAS) << MANTISSA)
+    # Subnormal codes are the multiples of 2^(1 - BIAS - MANTISSA); the first normal code follows seamlessly.
+    steps = magnitude.to(tl.float32, bitcast=True) * (1 << (BIAS + MANTISSA - 1))
+    small = ((tl.minimum(steps, 512.0) + ROUND_TO_INTEGER) - ROUND_TO_INTEGER).to(tl.uint32)
+    first_normal: tl.constexpr = (128 - BIAS) << 23
+    code = tl.where(magnitude < first_normal, small, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@jit
+def decode_tile(ptr, meta_ptr, base, off, mask, scale_base, scale_off, scale_mask, CODEC: tl.constexpr, MASKED: tl.constexpr):
+    """fp32 [R, C] of a stored tile; masked-out elements are 0."""
+    codes = load(ptr + base + off, mask, MASKED)
+    if (CODEC & KIND) == BLOCKWISE:
+        scale = load(meta_ptr + scale_base + scale_off, scale_mask, MASKED)
+        rows: tl.constexpr = codes.shape[0]
+        columns: tl.constexpr = codes.shape[1]
+        blocks = tl.reshape(codes.to(tl.float32), (rows, columns // 64, 64)) * scale[:, :, None]
+        x = tl.reshape(blocks, (rows, columns))
+    elif (CODEC & KIND) == TENSORWISE:
+        if (CODEC & FORM) == 0:
+            x = decode_fp8(codes, 3, 7) * tl.load(meta_ptr)
+        else:
+            x = decode_fp8(codes, 2, 15) * tl.load(meta_ptr)
+    else:
+        x = codes.to(tl.float32)
+    if CODEC & ROOT:
+        x = x * x
+    return x
+
+
+@jit
+def to_bf16(x):
+    """Round to nearest even. Triton's interpreter truncates this cast, so it is done in integers there."""
+    if INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        # A NaN must not carry into the sign; infinities have no low bits and pass.
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits & 0xFFFF0000) | 0x400000, rounded)
+        return rounded.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@jit
+def to_bf16_stochastic(x, lane):
+    """Add 16 random bits below the last kept one and cut: the mean is x."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + lane) & 0xFFFF0000
+    keep = (bits & 0x7F800000) == 0x7F800000
+    return tl.where(keep, to_bf16(x), rounded.to(tl.float32, bitcast=True).to(tl.bfloat16))
+
+
+@jit
+def store(pointers, value, mask):
+    tl.store(pointers, value, mask=mask, eviction_policy="evict_first")
+
+
+@jit
+def encode_tile(
+    x, lane, ptr, meta_ptr, base, off, mask, write, scale_base, scale_off, scale_mask,
+    CODEC: tl.constexpr, MASKED: tl.constexpr, OBSERVE: tl.constexpr,
+):  # fmt: skip
+    """Store fp32 [R, C] where `write` (a scalar) holds. lane: 16 random bits per element in a uint32 tile."""
+    rows: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    if CODEC & ROOT:
+        x = tl.sqrt_rn(x)
+    if MASKED:
+        stored = mask & write
+    else:
+        stored = write
+    if (CODEC & KIND) == BLOCKWISE:
+        if not OBSERVE:
+            if (CODEC & FORM) == 0:
+                lowest: tl.constexpr = -127.0
+                levels: tl.constexpr = 127.0
+            else:
+                lowest: tl.constexpr = 1.0
+                levels: tl.constexpr = 255.0
+            if MASKED:
+                x = tl.where(mask, x, 0.0)
+                stored_scale = scale_mask & write
+            else:
+                stored_scale = write
+            blocks = tl.reshape(x, (rows, columns // 64, 64))
+            absmax = tl.maximum(tl.max(tl.abs(blocks), axis=2), ABSMAX_FLOOR)
+            inverse = tl.div_rn(tl.full(absmax.shape, levels, tl.float32), absmax)
+            scale = tl.div_rn(absmax, tl.full(absmax.shape, levels, tl.float32))
+            y = tl.reshape(blocks * inverse[:, :, None], (rows, columns))
+            if CODEC & RANDOM:
+                q = tl.floor(y + lane.to(tl.float32) * 1.52587890625e-05)
+            else:
+                q = (y + ROUND_TO_INTEGER) - ROUND_TO_INTEGER
+            q = tl.minimum(tl.maximum(q, lowest), levels)
+            if (CODEC & FORM) == 0:
+                store(ptr + base + off, q.to(tl.int8), stored)
+            else:
+                store(ptr + base + off, q.to(tl.uint8), stored)
+            store(meta_ptr + scale_base + scale_off, scale, stored_scale)
+    elif (CODEC & KIND) == TENSORWISE:
+        if MASKED:
+            x = tl.where(mask, x, 0.0)
+        largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
+        tl.atomic_max(meta_ptr + 2, largest, mask=write)
+        if not OBSERVE:
+            # The scale is a power of two, so its reciprocal is exact: mirror the exponent.
+            scale_bits = tl.load(meta_ptr + 1).to(tl.uint32, bitcast=True)
+            y = x * (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)
+            if (CODEC & FORM) == 0:
+                y = tl.minimum(tl.maximum(y, -448.0), 448.0)
+                if CODEC & FLOORED:
+                    y = tl.maximum(y, 0.001953125)  # the smallest positive code
+                code = encode_fp8(y, 3, 7)
+            else:
+                code = encode_fp8(tl.minimum(tl.maximum(y, -57344.0), 57344.0), 2, 15)
+            store(ptr + base + off, code, stored)
+    elif not OBSERVE:
+        if (CODEC & FORM) == 0:
+            store(ptr + base + off, x, stored)
+        elif (CODEC & FORM) == 2 * FORM_UNIT:
+            store(ptr + base + off, x.to(tl.float16), stored)
+        elif CODEC & RANDOM:
+            store(ptr + base + off, to_bf16_stochastic(x, lane), stored)
+        else:
+            store(ptr + base + off, to_bf16(x), stored)
+
+
+@jit
+def count_nonfinite(g):
+    """1 if any element of the tile is infinite or NaN, else 0."""
+    bad = tl.where(tl.abs(g) <= LARGEST, 0, 1)
+    return tl.max(tl.max(bad, axis=1), axis=0)
+
+
+@jit
+def update_tile(
+    g, good, base, off, mask, scale_base, scale_off, scale_mask, row, pair,
+    w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id,
+    EPILOGUE: tl.constexpr, SLOTS: tl.constexpr, WEIGHT: tl.constexpr, MASTER: tl.constexpr,
+    W_CODEC: tl.constexpr, S0_CODEC: tl.constexpr, S1_CODEC: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MASKED: tl.constexpr, OBSERVE: tl.constexpr,
+):  # fmt: skip
+    """One tile of one step. good: scalar, whether the gradient this tile comes from is finite.
+
+    MASTER: the epilogue reads and writes the fp32 master, and the weight gets an encoded copy of it.
+    OBSERVE: nothing is stored, only the magnitudes of fp8 tensors are collected.
+    """
+    apply = tl.load(h_ptr) != 0
+    write = apply & good
+    if WEIGHT:
+        if MASTER:
+            w = load(master_ptr + base + off, mask, MASKED)
+        else:
+            w = decode_tile(
+                w_ptr, w_meta_ptr, base, off, mask, scale_base, scale_off, scale_mask, W_CODEC, MASKED
+            )
+    else:
+        w = g
+    if SLOTS >= 1:
+        s0 = decode_tile(
+            s0_ptr, s0_meta_ptr, base, off, mask, scale_base, scale_off, scale_mask, S0_CODEC, MASKED
+        )
+    else:
+        s0 = g
+    if SLOTS >= 2:
+        s1 = decode_tile(
+            s1_ptr, s1_meta_ptr, base, off, mask, scale_base, scale_off, scale_mask, S1_CODEC, MASKED
+        )
+    else:
+        s1 = g
+    w_new, s0_new, s1_new = EPILOGUE(g, w, s0, s1, h_ptr)
+
+    if STOCHASTIC:
+        first, second = random_words(rng_ptr, tensor_id, row, pair)
+        w_lane = first & 0xFFFF
+        s0_lane = first >> 16
+        s1_lane = second & 0xFFFF
+    else:
+        w_lane = 0
+        s0_lane = 0
+        s1_lane = 0
+    if WEIGHT:
+        if MASTER:
+            if not OBSERVE:
+                if MASKED:
+                    store(master_ptr + base + off, w_new, mask & write)
+                else:
+                    store(master_ptr + base + off, w_new, write)
+        w_write = write
+        if (W_CODEC & KIND) == TENSORWISE:
+            # The scale of the whole tensor moves, so an unapplied tile must be written again under the new one.
+            w_new = tl.where(good, w_new, w)
+            w_write = apply
+        encode_tile(
+            w_new, w_lane, w_ptr, w_meta_ptr, base, off, mask, w_write, scale_base, scale_off, scale_mask,
+            W_CODEC, MASKED, OBSERVE,
+        )  # fmt: skip
+    if SLOTS >= 1:
+        s0_write = write
+        if (S0_CODEC & KIND) == TENSORWISE:
+            s0_new = tl.where(good, s0_new, s0)
+            s0_write = apply
+        encode_tile(
+            s0_new, s0_lane, s0_ptr, s0_meta_ptr, base, off, mask, s0_write, scale_base, scale_off, scale_mask,
+            S0_CODEC, MASKED, OBSERVE,
+        )  # fmt: skip
+    if SLOTS >= 2:
+        s1_write = write
+        if (S1_CODEC & KIND) == TENSORWISE:
+            s1_new = tl.where(good, s1_new, s1)
+            s1_write = apply
+        encode_tile(
+            s1_new, s1_lane, s1_ptr, s1_meta_ptr, base, off, mask, s1_write, scale_base, scale_off, scale_mask,
+            S1_CODEC, MASKED, OBSERVE,
+        )  # fmt: skip

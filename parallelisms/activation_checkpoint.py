@@ -1,7 +1,7 @@
 """Recompute activations in backward instead of keeping them, block by block.
 
-The blocks' ``forward`` is replaced on the instance, not wrapped in a module, so parameter names stay
-what they are everywhere (state dicts, parameter groups, checkpoints).
+A block gets a subclass of its own class instead of a wrapper module, so parameter names stay what they
+are everywhere (state dicts, parameter groups, checkpoints).
 """
 
 from __future__ import annotations
@@ -74,11 +74,28 @@ def apply_activation_checkpoint(
     blocks = list(layers.children()) if layers is not None else []
     chosen = [block for index, block in enumerate(blocks, 1) if index % every == 0]
     for block in chosen:
-        block.forward = functools.partial(
-            checkpoint,
-            block.forward,
+        block.__class__ = _recomputing_class(type(block), per_operator, preserve_rng_state)
+    return len(chosen)
+
+
+@functools.cache
+def _recomputing_class(
+    base: type[nn.Module], per_operator: bool, preserve_rng_state: bool
+) -> type[nn.Module]:
+    """Subclass of ``base`` with a checkpointed forward: one per kind, so that blocks share compiled code.
+
+    A closure or wrapper per block would make torch.compile specialise on each, up to its recompile limit.
+    """
+    options = {"context_fn": _selective_context} if per_operator else {}
+
+    def forward(self, *args, **kwargs):
+        return checkpoint(
+            base.forward.__get__(self),
+            *args,
             use_reentrant=False,
             preserve_rng_state=preserve_rng_state,
-            **({"context_fn": _selective_context} if per_operator else {}),
+            **options,
+            **kwargs,
         )
-    return len(chosen)
+
+    return type(base.__name__, (base,), {"__module__": base.__module__, "forward": forward})

@@ -93,7 +93,7 @@ def clip_grad_norm_(
                 local = _local_gradient(parameter.grad)
                 by_kind.setdefault((local.device, local.dtype), []).append(local)
         for (device, _), gradients in by_kind.items():
-            torch._foreach_mul_(gradients, factor.to(device))
+            torch._foreach_mul_(gradients, factor.to(device))  # pyright: ignore[reportPrivateImportUsage]
     return norm
 
 
@@ -113,7 +113,7 @@ def _local_gradient(gradient: Tensor) -> Tensor:
             f"a gradient of shape {tuple(gradient.shape)} has placements {gradient.placements}: "
             "reduce partial sums before taking the norm."
         )
-    return gradient.detach()._local_tensor
+    return gradient.detach().to_local()
 
 
 def _compute_device(parameters: list[Tensor]) -> torch.device:
@@ -130,6 +130,8 @@ def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
         if gradient.numel():
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for same in by_kind.values():
-        norms = torch._foreach_norm(same, 2.0, dtype=torch.float32)
+        norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
+            same, 2.0, dtype=torch.float32
+        )
         total += torch.stack(norms).square().sum().to(device)
     return total

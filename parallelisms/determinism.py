@@ -6,6 +6,7 @@ import os
 import random
 
 import torch
+from torch.utils import deterministic as deterministic_settings
 
 
 def set_determinism(
@@ -30,7 +31,7 @@ def set_determinism(
         return
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     # Filling every new tensor with NaN would only hide uninitialised reads; it costs a pass per tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    deterministic_settings.fill_uninitialized_memory = False  # pyright: ignore
     if device.type == "cuda":
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
@@ -159,7 +160,7 @@ def init_distributed(comm: CommSettings, device_type: str, dump_folder: str = ".
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         if world_size == 1:
             dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+                backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
             )  # no address needed
         else:
             dist.init_process_group(backend, timeout=timeout)
@@ -168,11 +169,18 @@ def init_distributed(comm: CommSettings, device_type: str, dump_folder: str = ".
         local_rank=local_rank,
         world_size=dist.get_world_size(),
         device=device,
-        control_group=dist.new_group(backend="gloo", timeout=timeout),
-        checkpoint_group=dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT),
+        control_group=_host_group(timeout),
+        checkpoint_group=_host_group(CHECKPOINT_TIMEOUT),
         train_timeout=timedelta(seconds=comm.train_timeout_seconds),
         _owns_group=owns_group,
     )
+
+
+def _host_group(timeout: timedelta) -> ProcessGroup:
+    """A new gloo group over all ranks; collective."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, ProcessGroup)
+    return group
 
 
 def _set_flight_recorder(comm: CommSettings, dump_folder: str) -> None:

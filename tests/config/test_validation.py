@@ -107,8 +107,8 @@ def test_global_batch_must_divide():
     argv = ("--training.local_batch_size=4", "--training.global_batch_size=20")
     assert validate(*argv, world_size=1) == []
     assert refusal_of(*argv, world_size=2) == (
-        "training.global_batch_size = 20: must be a multiple of training.local_batch_size x data-parallel ranks"
-        " = 4 x 2 = 8: use 16 or 24, or another local_batch_size"
+        "training.global_batch_size = 20: must be a multiple of training.local_batch_size x data-parallel"
+        " ranks = 4 x 2 = 8: use 16 or 24, or another local_batch_size"
     )
     assert "use 32, or" in refusal_of(*argv, world_size=8)
 

@@ -162,6 +162,8 @@ class TrainLoader:
     """Samples consumed by all ranks in the steps done."""
     _streams: torch.Tensor = field(init=False)
     _micro_batch: int = field(init=False, default=0)
+    _pending: list[list[int]] = field(init=False, default_factory=list)
+    """Streams and their states after the samples of the step under way."""
     _parts: Iterator[_Part | _Failure] | None = field(init=False, default=None)
     _error: DataError | None = field(init=False, default=None)
 
@@ -187,9 +189,16 @@ class TrainLoader:
             raise
         self._micro_batch += 1
         if self._micro_batch == self.plan.micro_batches:
-            self._micro_batch = 0
-            self.samples += self.plan.global_batch_size
+            self._finish_step()
         return batch
+
+    def _finish_step(self) -> None:
+        # In the order of each stream's samples: a stream is one worker's, so its last state stays.
+        for index, *state in self._pending:
+            self._streams[index] = torch.tensor(state)
+        self._pending.clear()
+        self._micro_batch = 0
+        self.samples += self.plan.global_batch_size
 
     def _assemble(self) -> Batch:
         plan = self.plan
@@ -198,10 +207,7 @@ class TrainLoader:
         starts = np.empty(tokens.shape, bool)
         for part in parts:
             tokens[part.rows], starts[part.rows] = part.tokens, part.starts
-        # In the order of each stream's samples: a stream is one worker's, so its last state stays.
-        for part in parts:
-            for index, *state in part.states.tolist():
-                self._streams[index] = torch.tensor(state)
+        self._pending += [row for part in parts for row in part.states.tolist()]
         batch = make_batch(tokens, starts, self.document_mask)
         return batch.pin_memory() if self.pin_memory else batch
 
@@ -294,8 +300,11 @@ class TrainLoader:
         self.close()
         self.samples = int(merged["samples"])
         self._streams = merged["streams"].clone()
-        self._micro_batch, self._error = 0, None
+        self._error = None
 
     def close(self) -> None:
-        """Stop the workers; the next batch starts new ones at the position reached."""
+        """Stop the workers. The next batch starts new ones, at the first micro-batch of a step that was not
+        done."""
         self._parts = None
+        self._pending.clear()
+        self._micro_batch = 0

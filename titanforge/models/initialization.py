@@ -120,7 +120,7 @@ def _fill(parameter: torch.Tensor, name: str, spec: InitSpec, seed: int) -> None
 def _global_indices(
     local_shape: tuple[int, ...], shape: tuple[int, ...], offset: tuple[int, ...], device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Chunks of a local block: its flat index in it of the first element, each element's index in the whole."""
+    """Chunks of a local block: flat index in it of the first element, each element's index in the whole."""
     limit = GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
     last = local_shape[-1] if local_shape else 1
     # Index in the whole tensor of each row's first element.

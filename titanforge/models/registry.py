@@ -63,6 +63,7 @@ def build_model(
 def _known(word: str, known: Mapping[str, Any] | set[str], what: str) -> str:
     if word in known:
         return word
-    near = difflib.get_close_matches(word, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), lower, n=1)
+    hint = f"; did you mean {lower[near[0]]!r}?" if near else ""
     raise ValueError(f"{what} = {word!r} is not one of {', '.join(sorted(known))}{hint}")

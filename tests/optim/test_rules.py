@@ -10,6 +10,7 @@ from titanforge.optim.registry import RULES, build_rule
 from titanforge.optim.rule import Reach, UpdateRule
 
 COORDINATE, LAYER = Reach.COORDINATE, Reach.LAYER
+OPTIONS = {"lr": 0.1, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "momentum": 0.9}
 
 # name, structure: regime, A reads, A is affine, U reads, U looks at the gradient, slots of a matrix
 TABLE = [
@@ -51,8 +52,7 @@ def test_the_table_is_complete() -> None:
 
 
 def one_step(rule: UpdateRule, g: torch.Tensor, w: torch.Tensor, state: tuple) -> tuple:
-    options = dict(lr=0.1, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, momentum=0.9)
-    return rule.update(g, w, state, torch.tensor(rule.hyperparameters(options, 3)))
+    return rule.update(g, w, state, torch.tensor(rule.hyperparameters(OPTIONS, 3)))
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0] + "".join(f"-{k}" for k in row[1]))
@@ -83,8 +83,7 @@ def test_a_refused_step_keeps_every_bit(row: tuple) -> None:
     rule = build_rule(row[0], **row[1])
     w = torch.randn(4, 5)
     state = tuple(torch.rand(slot.shape_for(w.shape)) for slot in rule.slots)
-    options = dict(lr=0.1, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, momentum=0.9)
-    h = torch.tensor(rule.hyperparameters(options, 3))
+    h = torch.tensor(rule.hyperparameters(OPTIONS, 3))
     h[0] = 0.0
     new_w, new_state = rule.update(torch.full_like(w, torch.nan), w, state, h)
     assert torch.equal(new_w, w)
@@ -112,11 +111,10 @@ def test_kernel_tables_agree() -> None:
 
 
 def test_hyperparameters_fill_their_names() -> None:
-    options = dict(lr=0.1, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, momentum=0.9)
     for name, structure, *_ in TABLE:
         rule = build_rule(name, **structure)
         for step in (1, 2, 1000):
-            assert len(rule.hyperparameters(options, step)) == len(rule.hyper_names)
+            assert len(rule.hyperparameters(OPTIONS, step)) == len(rule.hyper_names)
 
 
 def test_unknown_rule_and_needless_nesterov_are_named() -> None:

@@ -6,7 +6,7 @@ DTensors, and every update runs on their local tensors.
 
 from __future__ import annotations
 
-from titanforge.optim.build import build_optimizer
+from titanforge.optim.build import build_groups, build_optimizer, state_bytes
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.lr_schedule import lr_factor
 from titanforge.optim.registry import RULES, build_rule
@@ -18,7 +18,9 @@ __all__ = [
     "RuleOptimizer",
     "StateSlot",
     "UpdateRule",
+    "build_groups",
     "build_optimizer",
     "build_rule",
     "lr_factor",
+    "state_bytes",
 ]

@@ -133,3 +133,26 @@ def _check_ranges(options: OptimizerOptions) -> None:
                 raise ValueError(f"{section}.{key} must be {valid}, not {value}")
     if not 0.0 <= options.momentum < 1.0:
         raise ValueError(f"optimizer.momentum must be at least 0 and below 1, not {options.momentum}")
+
+
+STATE_ITEM_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4 / 64, "fp8": 1.0}
+"""Bytes of one stored state element; int8 has an fp32 scale for each block of 64."""
+
+
+def state_bytes(groups: Sequence[ParamGroupSpec], options: OptimizerOptions) -> int:
+    """Bytes of all optimizer states of the whole model, before any memory is taken.
+
+    groups: from `build_groups`, on any device.
+    """
+    total = 0.0
+    for group in groups:
+        for param in group.params:
+            itemsize = STATE_ITEM_BYTES[options.state_dtype]
+            if options.implementation != "native":
+                itemsize = param.element_size()
+            for slot in group.rule.slots_for(param.shape):
+                stored = itemsize if slot.shape == "weight" else 4
+                total += slot.shape_for(param.shape).numel() * stored
+            if options.master_weights == "float32" and param.element_size() < 4:
+                total += param.numel() * 4
+    return round(total)

@@ -62,7 +62,7 @@ stamp=.venv/.titanforge-setup
 key=$( { cat pyproject.toml; echo "$PWD"; .venv/bin/python --version; } | sha256sum | cut -d' ' -f1)
 installed() { grep -qxF "$key $1" "$stamp" 2>/dev/null; }
 if { installed "extras=$extras" || { [ -z "$extras" ] && grep -qF "$key " "$stamp" 2>/dev/null; }; } \
-    && { [ -z "$torch" ] || installed "torch=$torch"; } && have 'import titanforge, torch'; then
+    && { [ -z "$torch" ] || installed "torch=$torch"; } && have 'from importlib.metadata import version; version("titanforge"), version("torch")'; then
     exit 0
 fi
 

@@ -90,7 +90,7 @@ def _recomputing_class(
 
     def forward(self, *args, **kwargs):
         return checkpoint(
-            base.forward.__get__(self),
+            functools.partial(base.forward, self),
             *args,
             use_reentrant=False,
             preserve_rng_state=preserve_rng_state,

@@ -20,6 +20,9 @@ if command -v nvidia-smi >/dev/null 2>&1; then
 fi
 nproc=${NPROC:-$((gpus > 0 ? gpus : 1))}
 
+# A mistake in the configuration is one line here; under torchrun every rank would tell it, with a traceback.
+WORLD_SIZE=$nproc .venv/bin/python -m titanforge.config --check "${config[@]}" "$@"
+
 # Without a value torchrun sets 1 thread per process, which wastes a CPU run of one process.
 if [ "$gpus" = 0 ]; then
     cores=$(getconf _NPROCESSORS_ONLN)

@@ -450,5 +450,9 @@ def test_module_prints_the_merged_configuration(job_file):
         failed.stderr
         == 'error: command line: unknown key training.stpes = "3": did you mean training.steps?\n'
     )
+    assert run("--check", "--training.steps", "300").stdout == ""
+    refused = run("--check", "--checkpoint.load_only")
+    assert refused.returncode == 2
+    assert refused.stderr == "error: checkpoint.load_only = true: needs checkpoint.enable = true\n"
     helped = run("--help")
     assert helped.returncode == 0 and "--training.dataloader.num_workers" in helped.stdout

@@ -79,6 +79,7 @@ def test_a_worker_outlives_the_signals_that_stop_a_run_and_its_death_is_told(pat
     one = loader(path, num_workers=1, prefetch_factor=1)
     next(one)
     (worker,) = torch.multiprocessing.active_children()
+    assert worker.pid is not None
     os.kill(worker.pid, signal.SIGINT)
     os.kill(worker.pid, signal.SIGTERM)
     time.sleep(0.3)

@@ -6,7 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanforge.models.layers.loss import ChunkedLinearCrossEntropy, OutputHead, chunked_linear_cross_entropy
+from titanforge.models.layers.loss import (
+    ChunkedLinearCrossEntropy,
+    OutputHead,
+    chunked_linear_cross_entropy,
+    loss_and_logits_gradient,
+)
 
 N, D, V = 23, 16, 37
 
@@ -105,8 +110,10 @@ def test_backward_twice_gives_the_same_again():
 
 def test_gradcheck():
     hidden, weight, labels = inputs(torch.float64)
-    function = ChunkedLinearCrossEntropy.apply
-    assert torch.autograd.gradcheck(lambda h, w: function(h, w, labels, 5, True, True), (hidden, weight))
+    function, gradient = ChunkedLinearCrossEntropy.apply, loss_and_logits_gradient
+    assert torch.autograd.gradcheck(
+        lambda h, w: function(h, w, labels, 5, True, True, gradient), (hidden, weight)
+    )
 
 
 def test_nonfinite_hidden_state_shows_in_the_loss():
@@ -138,3 +145,20 @@ def test_chunks_are_whole_tiles_where_they_can_be():
     assert OutputHead(1, 128256).chunk_tokens == 2048
     assert OutputHead(1, 256, chunk_logits=256 * 300).chunk_tokens == 256
     assert OutputHead(1, 256, chunk_logits=1).chunk_tokens == 1
+
+
+def test_compiled_head_is_the_same_head():
+    plain, compiled = OutputHead(D, V, chunk_logits=4 * V), OutputHead(D, V, chunk_logits=4 * V)
+    compiled.load_state_dict(plain.state_dict())
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    hidden, _, labels = inputs(torch.float32)
+    other = hidden.detach().clone().requires_grad_()
+    loss, expected = compiled(hidden, labels), plain(other, labels)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(hidden.grad, other.grad)
+    torch.testing.assert_close(compiled.weight.grad, plain.weight.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(hidden, labels), expected)
+        torch.testing.assert_close(compiled(hidden), plain(hidden))

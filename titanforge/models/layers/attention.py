@@ -15,7 +15,7 @@ from titanforge.models.layers.init_spec import InitSpec, Normal
 from titanforge.models.layers.rope import Rotation
 
 AttentionMask = torch.Tensor | BlockMask | None
-"""None: causal. bool [B, 1, T, T]: True where a query (row) sees a key. BlockMask: that, for FlexAttention."""
+"""None: causal. bool [B, 1, T, T]: True where a query (row) sees a key. BlockMask: that for FlexAttention."""
 
 MASK_BLOCK = 128  # FlexAttention's default tile; its kernels want multiples of it
 

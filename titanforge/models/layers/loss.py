@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,25 @@ CHUNK_LOGITS = 2**28
 """Most logits held at once: 1 GiB in float32, 2048 tokens of Llama 3's vocabulary."""
 
 
+LogitsGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], "tuple[torch.Tensor, ...]"]
+
+
+def loss_and_logits_gradient(
+    logits_CV: torch.Tensor, target_C1: torch.Tensor, ignored_C1: torch.Tensor, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of a chunk's losses (``wide``) and its gradient by the logits, in their dtype.
+
+    The log-softmax is taken in ``wide``, and the label's own ``p - 1`` is formed by expm1 before it is
+    rounded, so that a confident token keeps its gradient. Rows of ignored tokens are left as they are: the
+    caller strikes them out of the two products, [C, D] each, which costs less than another pass over [C, V].
+    """
+    log_p_CV = torch.log_softmax(logits_CV, dim=-1, dtype=wide)
+    target_log_p_C1 = log_p_CV.gather(1, target_C1)
+    loss = -target_log_p_C1.masked_fill(ignored_C1, 0.0).sum()
+    grad_CV = log_p_CV.exp_().to(logits_CV.dtype)
+    return loss, grad_CV.scatter(1, target_C1, torch.expm1(target_log_p_C1).to(logits_CV.dtype))
+
+
 class ChunkedLinearCrossEntropy(torch.autograd.Function):
     """Sum of the token losses of ``cross_entropy(hidden @ weightᵀ, labels)``.
 
@@ -25,11 +45,9 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
     where recomputing the logits in backward would take four. Backward only multiplies them by the incoming
     scalar.
 
-    Precision: logits are rounded to the dtype of the inputs (as an ordinary linear's are), their log-softmax
-    is taken in float32 (float64 for float64 inputs), and the label's own ``p - 1`` is formed by expm1 before
-    it is rounded, so that a confident token keeps its gradient. The weight gradient of more than one chunk is
-    summed in float32: a bf16 sum would lose a further bit or so with each chunk. One chunk needs no sum and
-    no buffer.
+    Precision: logits are rounded to the dtype of the inputs (as an ordinary linear's are), what follows is
+    float32 (float64 for float64 inputs). The weight gradient of more than one chunk is summed in float32: a
+    bf16 sum would lose a further bit or so with each chunk. One chunk needs no sum and no buffer.
     """
 
     @staticmethod
@@ -41,6 +59,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         need_hidden: bool,
         need_weight: bool,
+        logits_gradient: LogitsGradient,
     ) -> torch.Tensor:
         N = hidden_ND.shape[0]
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -50,22 +69,20 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype) if need_weight else None
         for start in range(0, N, chunk_tokens):
             h_CD = hidden_ND[start : start + chunk_tokens]
-            labels_C = labels_N[start : start + chunk_tokens]
-            ignored_C1 = (labels_C == IGNORE_INDEX)[:, None]
-            target_C1 = labels_C[:, None].masked_fill(ignored_C1, 0)
-            log_p_CV = torch.log_softmax(F.linear(h_CD, weight_VD), dim=-1, dtype=wide)
-            target_log_p_C1 = log_p_CV.gather(1, target_C1)
-            loss = loss - target_log_p_C1.masked_fill(ignored_C1, 0.0).sum()
+            labels_C1 = labels_N[start : start + chunk_tokens, None]
+            ignored_C1 = labels_C1 == IGNORE_INDEX
+            target_C1 = labels_C1.masked_fill(ignored_C1, 0)
+            logits_CV = F.linear(h_CD, weight_VD)
             if not (need_hidden or need_weight):
+                log_p_CV = torch.log_softmax(logits_CV, dim=-1, dtype=wide)
+                loss = loss - log_p_CV.gather(1, target_C1).masked_fill(ignored_C1, 0.0).sum()
                 continue
-            grad_logits_CV = log_p_CV.exp_().to(weight_VD.dtype)
-            del log_p_CV
-            grad_logits_CV.scatter_(1, target_C1, torch.expm1(target_log_p_C1).to(weight_VD.dtype))
-            # Ignored tokens are struck out of the two products, [C, D] each, not out of the [C, V] logits.
+            chunk_loss, grad_logits_CV = logits_gradient(logits_CV, target_C1, ignored_C1, wide)
+            del logits_CV
+            loss = loss + chunk_loss
             if grad_hidden_ND is not None:
-                grad_hidden_ND[start : start + chunk_tokens] = (grad_logits_CV @ weight_VD).masked_fill(
-                    ignored_C1, 0.0
-                )
+                grad_h_CD = (grad_logits_CV @ weight_VD).masked_fill(ignored_C1, 0.0)
+                grad_hidden_ND[start : start + chunk_tokens] = grad_h_CD
             if grad_weight_VD is not None:
                 grad_weight_VD += grad_logits_CV.t() @ h_CD.masked_fill(ignored_C1, 0.0)
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
@@ -79,16 +96,23 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         if grad_hidden_ND is not None:
             grad_hidden_ND = grad_hidden_ND * grad_loss
         if grad_weight_VD is not None:
-            grad_weight_VD = (grad_weight_VD * grad_loss).to(ctx.weight_dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None
+            scaled_VD = torch.empty_like(grad_weight_VD, dtype=ctx.weight_dtype)
+            # In one pass, without another float32 copy; not in place: backward may be called again.
+            grad_weight_VD = torch.mul(grad_weight_VD, grad_loss, out=scaled_VD)
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
 
 
 def chunked_linear_cross_entropy(
-    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, chunk_tokens: int
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    labels_N: torch.Tensor,
+    chunk_tokens: int,
+    logits_gradient: LogitsGradient = loss_and_logits_gradient,
 ) -> torch.Tensor:
     """Summed loss over the tokens whose label is not -100: float32 scalar (float64 for float64 inputs).
 
     All -100 gives 0.0 and zero gradients. Under autocast both inputs are cast as a linear's would be.
+    ``logits_gradient``: ``loss_and_logits_gradient`` or a compiled form of it.
     """
     device_type = hidden_ND.device.type
     if torch.is_autocast_enabled(device_type):
@@ -98,7 +122,7 @@ def chunked_linear_cross_entropy(
     need_hidden, need_weight = grad and hidden_ND.requires_grad, grad and weight_VD.requires_grad
     with torch.autocast(device_type, enabled=False):
         loss = ChunkedLinearCrossEntropy.apply(
-            hidden_ND, weight_VD, labels_N, chunk_tokens, need_hidden, need_weight
+            hidden_ND, weight_VD, labels_N, chunk_tokens, need_hidden, need_weight, logits_gradient
         )
     assert isinstance(loss, torch.Tensor)
     return loss
@@ -114,14 +138,27 @@ class OutputHead(nn.Linear):
     def __init__(self, dim: int, vocab_size: int, chunk_logits: int = CHUNK_LOGITS) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.chunk_logits = chunk_logits
+        self._logits_gradient: LogitsGradient = loss_and_logits_gradient
 
     def forward(self, input: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., D]; with ``labels`` [...] the float32 sum of the losses."""
         if labels is None:
             return super().forward(input)
         return chunked_linear_cross_entropy(
-            input.reshape(-1, input.shape[-1]), self.weight, labels.reshape(-1), self.chunk_tokens
+            input.reshape(-1, input.shape[-1]),
+            self.weight,
+            labels.reshape(-1),
+            self.chunk_tokens,
+            self._logits_gradient,
         )
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what lies between the matrix products, arguments as for ``torch.compile``.
+
+        That is where the time goes that compiling can save. The loop over chunks stays outside: traced, it
+        would be unrolled, and compiling would take longer the more tokens there are.
+        """
+        self._logits_gradient = torch.compile(loss_and_logits_gradient, *args, **kwargs)
 
     @property
     def chunk_tokens(self) -> int:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from titanforge.metrics.eta import EtaEstimator
 from titanforge.metrics.flops import peak_flops
-from titanforge.metrics.memory import GIB, MemoryPools
+from titanforge.metrics.memory import MemoryPools
 from titanforge.metrics.sinks.console import ConsoleSink
 from titanforge.metrics.sinks.jsonl import JsonlSink
 from titanforge.metrics.sinks.tensorboard import TensorBoardSink
@@ -173,7 +173,7 @@ class MetricsLogger:
             loss, grad_norm, more: numbers, or scalar tensors already reduced over ranks. They are read
                 here, when a line is due and this rank has sinks: there alone the host waits.
             tokens_seen: tokens of the run so far, over all ranks.
-            ledger: the communication ledger; its totals so far join the line.
+            ledger: the communication ledger; its totals so far (``metrics()``) join the line.
 
         Returns:
             What was written, or None.
@@ -197,7 +197,7 @@ class MetricsLogger:
             "data_loading_share": self._data_seconds / seconds,
             "step_seconds": seconds / max(1, steps),
             **(self.memory.read() if self.memory is not None else {}),
-            **(ledger_values(ledger) if ledger is not None else {}),
+            **(ledger.metrics() if ledger is not None else {}),
             "tokens_seen": tokens_seen,
             "eta_seconds": self._eta.update(step, steps, wall),
             "time": time.time(),
@@ -241,11 +241,6 @@ class MetricsLogger:
             self._samples = None
         for sink in sinks:
             sink.close()
-
-
-def ledger_values(ledger: Any) -> dict[str, float]:
-    """Bytes that this rank has handed to collectives so far, by axis and purpose, in GiB."""
-    return {f"comm/{axis}/{purpose}_gib": t.bytes / GIB for (axis, purpose), t in ledger.totals.items()}
 
 
 def build_sinks(

@@ -41,9 +41,15 @@ class OptimizerOptions(Protocol):
     weight_decay: float
     momentum: float
     nesterov: bool
-    implementation: str
-    state_dtype: str
-    master_weights: str
+
+    @property
+    def implementation(self) -> str: ...
+
+    @property
+    def state_dtype(self) -> str: ...
+
+    @property
+    def master_weights(self) -> str: ...
 
     @property
     def param_groups(self) -> Sequence[PatternGroup]: ...

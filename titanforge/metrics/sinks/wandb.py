@@ -87,6 +87,8 @@ class WandbSink:
             "resume": os.environ.get("WANDB_RESUME") or "allow",
             "group": os.environ.get("WANDB_RUN_GROUP") or None,
             "name": f"{name}-rank{rank}" if name and rank else name,
+            # Its closing block would bury the summary that says where everything is.
+            "settings": wandb.Settings(silent="true"),
         }
         mode = choose_mode()
         try:

@@ -1,0 +1,96 @@
+"""``--job.dry_run``: what a run would be, from the configuration alone: no memory, processes or GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from titanforge.config import JobConfig
+from titanforge.data import build_tokenizer
+from titanforge.metrics import activation_bytes, estimate_memory
+from titanforge.metrics.memory import GIB
+from titanforge.models.layers.loss import CHUNK_LOGITS
+from titanforge.optim import build_groups, state_bytes
+from titanforge.parallelisms import ParallelDims
+from titanforge.trainer import DTYPES, build_meta_model
+
+
+def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
+    """The model's sizes, who updates which weights, the layout of the ranks and an estimate of memory.
+
+    Raises:
+        ConfigError, ValueError: whatever a real start would refuse.
+    """
+    parallelism, training = config.parallelism, config.training
+    dims = ParallelDims(
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=parallelism.data_parallel_shard_degree,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        pp=parallelism.pipeline_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        world_size=world_size,
+    )
+    tokenizer = build_tokenizer(config.data.tokenizer, config.model.hf_assets_path)
+    model, args = build_meta_model(config, tokenizer.vocab_size)
+    groups = model.num_parameters()
+    total = sum(groups.values())
+    data_parallel = dims.degree("dp")
+    sequences = training.global_batch_size
+    if sequences == -1:
+        sequences = training.local_batch_size * data_parallel
+    lines = [
+        f"model       {config.model.name} {config.model.flavor}, {args.vocab_size:,} tokens of vocabulary, "
+        f"{total:,} parameters",
+        *(f"  {name:<14}{count:>18,}" for name, count in groups.items()),
+        f"flops       {model.flops_per_token(training.seq_len) / 1e9:.3f} GFLOP per token at "
+        f"{training.seq_len} tokens",
+        f"ranks       {dims.describe()}",
+        f"batch       {sequences} sequences x {training.seq_len} tokens = {sequences * training.seq_len:,} "
+        f"tokens a step, in {sequences // (training.local_batch_size * data_parallel)} micro-batches of "
+        f"{training.local_batch_size} a rank",
+        "optimizer",
+    ]
+    optimizer_groups = build_groups(model, config.optimizer)
+    for group in optimizer_groups:
+        options = ", ".join(f"{key} {value:g}" for key, value in group.options.items())
+        lines.append(f"  {group.name:<28}{group.num_parameters:>18,}  {options}")
+    weight_bytes = DTYPES[training.dtype].itemsize
+    compute_bytes = (
+        DTYPES[training.mixed_precision_param].itemsize if training.dtype == "float32" else weight_bytes
+    )
+    estimate = estimate_memory(
+        num_params=groups,
+        weight_bytes=weight_bytes,
+        gradient_bytes=weight_bytes,
+        state_bytes_per_param=state_bytes(optimizer_groups, config.optimizer) / total,
+        activations=activation_bytes(
+            batch=training.local_batch_size,
+            seq_len=training.seq_len,
+            dim=args.dim,
+            n_layers=args.n_layers,
+            hidden_dim=args.ffn_dim,
+            kv_dim=args.n_kv_heads * args.head_dim,
+            vocab_size=args.vocab_size,
+            compute_bytes=compute_bytes,
+            mode=config.activation_checkpoint.mode,
+            selective_option=config.activation_checkpoint.selective_ac_option,
+            loss_chunk_tokens=max(1, CHUNK_LOGITS // args.vocab_size),
+        ),
+        dp_shard=dims.dp_shard,
+        layer_params=largest_unit(model),
+        compute_bytes=compute_bytes,
+    )
+    lines += ["memory per rank, estimated", *(f"  {line}" for line in estimate.lines())]
+    if device_type == "cuda":
+        capacity = torch.cuda.get_device_properties(0).total_memory
+        verdict = "fits" if estimate.total < 0.92 * capacity else "is unlikely to fit"
+        lines.append(f"  {verdict} in the {capacity / GIB:.1f} GiB of this GPU")
+    return "\n".join(lines)
+
+
+def largest_unit(model: nn.Module) -> int:
+    """Weights of the largest module that FSDP gathers at once."""
+    blocks = model.get_submodule("layers").children()
+    units = [*blocks, model.get_submodule("tok_embeddings"), model.get_submodule("output")]
+    return max(sum(p.numel() for p in unit.parameters()) for unit in units)

@@ -1,0 +1,88 @@
+"""Validation loss on held-out text, and samples from the model, between steps of training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from titanforge.data import build_validation_loader
+from titanforge.models.generation import generate
+from titanforge.parallelisms import reshard
+
+if TYPE_CHECKING:
+    from titanforge.trainer import Trainer
+
+
+class Validator:
+    """Evaluates the trainer's model on a fixed set of sequences, the same at every evaluation.
+
+    Every rank reads the same number of batches (padded with uncounted labels), so none waits for
+    another; the loss is the sum over all ranks' tokens divided by all ranks' valid tokens.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        config = trainer.config
+        validation, data = config.validation, config.data
+        self.trainer = trainer
+        self.loader = build_validation_loader(
+            dataset=validation.dataset or config.training.dataset,
+            dataset_path=validation.dataset_path if validation.dataset else config.training.dataset_path,
+            held_out_only=validation.dataset is None,
+            text_key=data.text_key,
+            tokenizer=trainer.tokenizer,
+            seq_len=validation.seq_len or config.training.seq_len,
+            local_batch_size=validation.local_batch_size,
+            dp_rank=trainer.dp_rank,
+            dp_world=trainer.dp_world,
+            steps=validation.steps,
+            document_mask=data.document_mask,
+            validation_fraction=data.validation_fraction,
+        )
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Evaluate and log. A signal that arrives meanwhile ends the evaluation; the caller then stops."""
+        trainer = self.trainer
+        model, device = trainer.model, trainer.device
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
+        with trainer.metrics.pause():
+            model.eval()
+            try:
+                for batch in self.loader:
+                    _, (signalled,) = trainer.runtime.agree(sums=[], maxima=[trainer.stop_signal.received])
+                    if signalled:
+                        return
+                    batch = batch.to(device)
+                    loss_sum = model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
+                    totals += torch.stack([loss_sum.double(), (batch.labels >= 0).sum().double()])
+                samples = self._samples()
+            finally:
+                model.train()
+                reshard(model)
+            trainer.ledger.all_reduce(
+                totals, trainer.dims.get_group("loss"), axis="loss", purpose="validation"
+            )
+            loss_sum, tokens = totals.tolist()
+            trainer.metrics.log_validation(trainer.step, loss=loss_sum / max(tokens, 1), tokens=int(tokens))
+            for prompt, text in samples:
+                trainer.metrics.log_sample(trainer.step, prompt, text)
+
+    def _samples(self) -> list[tuple[str, str]]:
+        """Continue each prompt. All ranks take part (a sharded model needs them) and draw the same tokens."""
+        trainer, validation = self.trainer, self.trainer.config.validation
+        generator = torch.Generator(device=trainer.device).manual_seed(trainer.seed + trainer.step)
+        samples = []
+        for prompt in validation.sample_prompts:
+            # No beginning-of-text token: packed documents have none, so the model never saw it.
+            tokens = trainer.tokenizer.encode(prompt)
+            output = generate(
+                trainer.model,
+                torch.tensor([tokens], device=trainer.device),
+                max_new_tokens=validation.sample_tokens,
+                temperature=validation.sample_temperature,
+                generator=generator,
+                run_to_end=trainer.runtime.world_size > 1,
+            )
+            samples.append((prompt, trainer.tokenizer.decode(output[0, len(tokens) :].tolist())))
+        return samples

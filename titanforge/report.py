@@ -1,0 +1,60 @@
+"""What a run says on the console before its first step and after its last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanforge.metrics.plot import write_run_summary
+
+if TYPE_CHECKING:
+    from titanforge.trainer import Trainer
+
+
+def announce(trainer: Trainer) -> None:
+    """Print what was built: model, ranks, batch, who updates which weights, where the run starts."""
+    config, training = trainer.config, trainer.config.training
+    groups = trainer.model.num_parameters()
+    sequences = trainer.micro_batches * training.local_batch_size * trainer.dp_world
+    lines = [
+        config.job.description,
+        f"  model      {config.model.name} {config.model.flavor}: {sum(groups.values()):,} parameters ("
+        + ", ".join(f"{name} {count:,}" for name, count in groups.items() if count)
+        + ")",
+        f"  tokenizer  {trainer.tokenizer.name}, {trainer.tokenizer.vocab_size:,} tokens",
+        f"  ranks      {trainer.dims.describe()} on {trainer.device.type}",
+        f"  step       {sequences} sequences x {training.seq_len} tokens in {trainer.micro_batches} "
+        f"micro-batch{'es' * (trainer.micro_batches > 1)} of {training.local_batch_size} a rank",
+    ]
+    for group in trainer.optimizer.groups:
+        options = ", ".join(f"{key} {value:g}" for key, value in group.options.items())
+        lines.append(f"  optimizer  {group.name}: {group.num_parameters:,} parameters, {options}")
+    source = trainer.checkpointer.loaded_from
+    if source is not None:
+        lines.append(f"  start      step {trainer.step}, from {source}")
+    print("\n".join(lines), flush=True)
+
+
+def summarize(trainer: Trainer) -> None:
+    """Draw the run's plot and print where everything is and what to try next."""
+    folder = trainer.dump_folder
+    metrics = folder / "metrics.jsonl"
+    found: list[tuple[str, Path]] = [("metrics", metrics)]
+    plot = write_run_summary(folder, trainer.config.job.description)
+    if plot is not None:
+        found.append(("plot", plot))
+    if (folder / "wandb").is_dir():
+        found.append(("W&B run", (folder / "wandb" / "latest-run").resolve()))
+    if trainer.config.metrics.enable_tensorboard:
+        found.append(("TensorBoard", folder / trainer.config.metrics.save_tb_folder))
+    checkpoint = None
+    if trainer.config.checkpoint.enable:
+        checkpoint = trainer.checkpointer.folder / f"step-{trainer.step}"
+        found.append(("checkpoint", checkpoint))
+    print(f"done: {trainer.step} steps, {trainer.tokens_seen:,} tokens")
+    for name, path in found:
+        print(f"  {name:<12} {path}")
+    if checkpoint is not None and checkpoint.is_dir():
+        print("next:")
+        print(f'  python scripts/generate.py --checkpoint {checkpoint} --prompt "import "')
+        print(f"  python scripts/plot_run.py {metrics} another/metrics.jsonl -o comparison.png")

@@ -1,0 +1,387 @@
+"""The training loop: builds every part in one fixed order, then trains step by step.
+
+A step: fetch the micro-batches, agree with all ranks (valid tokens, failures, signals), forward and
+backward each micro-batch on the *sum* of token losses divided by the valid tokens of the whole
+global batch, reduce over replicas, clip, update, log, evaluate, save. Reading ``train_step`` and
+``train`` is enough to know what a run does; everything else is one call to a collaborator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanforge.checkpoint import CheckpointManager
+from titanforge.config import JobConfig, to_flat_dict, to_toml
+from titanforge.data import IGNORED, Batch, build_tokenizer, build_train_loader, merge_states
+from titanforge.evaluation import Validator
+from titanforge.garbage import GarbageCollector
+from titanforge.interruption import Interrupted, NonFiniteLoss, StopSignal
+from titanforge.metrics import MetricsLogger, Profiler
+from titanforge.models.initialization import initialize_weights
+from titanforge.models.registry import build_model
+from titanforge.optim import build_optimizer, lr_factor
+from titanforge.parallelisms import (
+    ParallelDims,
+    apply_activation_checkpoint,
+    apply_compile,
+    apply_fsdp,
+    apply_mixed_precision,
+    clip_factor,
+    init_distributed,
+    set_determinism,
+    set_is_last_micro_batch,
+)
+from titanforge.report import announce, summarize
+from titanforge.sync import CommLedger, build_sync_policy
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Trainer:
+    """Owns one run. Build order: processes, mesh, seed, data, model, optimizer, sync, checkpoint, metrics."""
+
+    def __init__(self, config: JobConfig, device_type: str) -> None:
+        self.config = config
+        self.dump_folder = Path(config.job.dump_folder)
+        self.seed = config.debug.seed or 0
+        self._resources = contextlib.ExitStack()
+        try:
+            self._build(device_type)
+        except BaseException:
+            self.close()
+            raise
+
+    def _owned(self, part: Any) -> Any:
+        """Have ``part`` closed at the end, the newest first."""
+        self._resources.callback(part.close)
+        return part
+
+    def _build(self, device_type: str) -> None:
+        config = self.config
+        self.stop_signal = self._owned(StopSignal())
+        self.runtime = self._owned(init_distributed(config.comm, device_type, str(self.dump_folder)))
+        self.device = self.runtime.device
+        self.is_main = self.runtime.rank == 0
+        parallelism = config.parallelism
+        self.dims = ParallelDims(
+            dp_replicate=parallelism.data_parallel_replicate_degree,
+            dp_shard=parallelism.data_parallel_shard_degree,
+            cp=parallelism.context_parallel_degree,
+            tp=parallelism.tensor_parallel_degree,
+            pp=parallelism.pipeline_parallel_degree,
+            ep=parallelism.expert_parallel_degree,
+            world_size=self.runtime.world_size,
+        )
+        self.dims.build_mesh(device_type)
+        self.dp_rank, self.dp_world = self.dims.data_rank_and_size()
+        set_determinism(
+            self.seed, config.debug.deterministic, config.debug.deterministic_warn_only, self.device
+        )
+
+        self.tokenizer = build_tokenizer(config.data.tokenizer, config.model.hf_assets_path)
+        self.micro_batches, self.loader = self._build_loader()
+        self.model, self.model_args = self._build_model()
+        self.optimizer = build_optimizer(self.model, config.optimizer, config.training.dtype)
+        self.ledger = CommLedger()
+        self.sync = self._owned(build_sync_policy(config.sync.policy, config.sync.bucket_mib))
+        self.sync.attach(self.model, self.dims.get_group("dp_replicate"), self.ledger)
+        self.checkpointer = self._owned(
+            CheckpointManager(
+                config.checkpoint, self.dump_folder, config_toml=to_toml(config), runtime=self.runtime
+            )
+        )
+        self.validator = Validator(self) if config.validation.enable else None
+
+        self.step = 0  # optimizer steps done
+        self.tokens_seen = 0  # target tokens that a loss was taken on, over all ranks
+        self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._first_nonfinite = torch.full((), -1, dtype=torch.int64, device=self.device)
+        self._load()
+        self.metrics = self._owned(
+            MetricsLogger(
+                config,
+                to_flat_dict(config),
+                self.runtime,
+                self.model,
+                self.optimizer,
+                resume_step=self.step,
+                tokens_seen=self.tokens_seen,
+            )
+        )
+        self.profiler = self._owned(
+            Profiler(config.profiling, self.dump_folder, self.runtime.rank, self.step, self.device.type)
+        )
+        if self.is_main:
+            announce(self)
+        # Last, because it freezes what exists by now.
+        self.garbage_collector = self._owned(GarbageCollector(config.training.gc_freq))
+
+    # ---------------------------------------------------------------- building
+
+    def _build_loader(self):
+        training, data, loader = self.config.training, self.config.data, self.config.training.dataloader
+        global_batch = training.global_batch_size
+        if global_batch == -1:
+            global_batch = training.local_batch_size * self.dp_world
+        micro_batches = global_batch // (training.local_batch_size * self.dp_world)
+        return micro_batches, build_train_loader(
+            dataset=training.dataset,
+            dataset_path=training.dataset_path,
+            text_key=data.text_key,
+            tokenizer=self.tokenizer,
+            seq_len=training.seq_len,
+            local_batch_size=training.local_batch_size,
+            global_batch_size=global_batch,
+            dp_rank=self.dp_rank,
+            dp_world=self.dp_world,
+            seed=self.seed,
+            num_streams=data.num_streams,
+            shuffle=data.shuffle,
+            repeat=data.repeat,
+            document_mask=data.document_mask,
+            validation_fraction=data.validation_fraction,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory and self.device.type == "cuda",
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def _build_model(self):
+        config, training = self.config, self.config.training
+        model, args = build_meta_model(config, self.tokenizer.vocab_size)
+        checkpointing = config.activation_checkpoint
+        apply_activation_checkpoint(
+            model, checkpointing.mode, checkpointing.selective_ac_option, checkpointing.preserve_rng_state
+        )
+        if config.compile.enable and "model" in config.compile.components:
+            apply_compile(model, config.compile.backend)
+        compute = training.mixed_precision_param if training.dtype == "float32" else training.dtype
+        param_dtype = DTYPES[compute]
+        shard_mesh = self.dims.get_optional_mesh("dp_shard")
+        if shard_mesh is not None:
+            apply_fsdp(
+                model,
+                shard_mesh,
+                param_dtype=param_dtype,
+                reduce_dtype=DTYPES[training.mixed_precision_reduce],
+                reshard_policy=config.parallelism.fsdp_reshard_after_forward,
+                cpu_offload=training.enable_cpu_offload,
+            )
+        else:
+            apply_mixed_precision(model, param_dtype)
+        model.to_empty(device="cpu" if training.enable_cpu_offload else self.device)
+        initialize_weights(model, self.seed)
+        return model.train(), args
+
+    # ---------------------------------------------------------------- the loop
+
+    def train(self) -> None:
+        """Run until ``training.steps`` are done.
+
+        Raises:
+            Interrupted: a signal arrived; a checkpoint of the last whole step has been saved.
+            NonFiniteLoss: a step's loss or gradient was not finite (`training.nonfinite_loss`).
+        """
+        config = self.config
+        if config.checkpoint.create_seed_checkpoint:
+            self._save(last=True)
+            return
+        first_step = self.step + 1
+        while self.step < config.training.steps:
+            self.garbage_collector.run(self.step + 1)
+            with self.profiler.recording(self.step + 1):
+                self.train_step()
+            if self.step == first_step:
+                self.runtime.shorten_timeout()
+            last = self.step == config.training.steps
+            if self.validator is not None and (last or self.step % config.validation.freq == 0):
+                self.validator.run()
+            if self.checkpointer.due(self.step, first_step, last):
+                self._save(last)
+        self.checkpointer.maybe_wait()
+        self.metrics.close()  # before the summary, whose lines are to be the last
+        if self.is_main:
+            summarize(self)
+
+    def train_step(self) -> None:
+        """One optimizer step on one global batch."""
+        config = self.config
+        self.metrics.begin_step()
+        batches, valid_tokens = self._next_global_batch()
+        schedule = config.lr_scheduler
+        factor = lr_factor(
+            self.step,
+            schedule.warmup_steps,
+            schedule.total_steps or config.training.steps,
+            schedule.decay_ratio,
+            schedule.decay_type,
+            schedule.min_lr_factor,
+        )
+        self.optimizer.set_lr(factor)
+        self.optimizer.zero_grad()
+        self.sync.begin_step(self.micro_batches)
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
+        for index, batch in enumerate(batches):
+            set_is_last_micro_batch(self.model, index == len(batches) - 1)
+            self.sync.before_backward(index)
+            batch = batch.to(self.device)
+            loss_sum = self.model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
+            # The gradient of every rank is its share of the mean over the whole global batch, so sums
+            # over ranks and micro-batches need no further division, however the padding is spread.
+            share = loss_sum / valid_tokens
+            share.backward()
+            loss += share.detach()
+        self.ledger.all_reduce(loss, self.dims.get_group("loss"), axis="loss", purpose="loss")
+        self.sync.reduce_gradients()
+        grad_norm, scale = clip_factor(self.model.parameters(), config.training.max_norm)
+        self.optimizer.step(apply_flag=self._check_finite(loss, grad_norm), grad_scale=scale)
+        self.step += 1
+        self.tokens_seen += valid_tokens
+        self.metrics.end_step(
+            self.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=factor * config.optimizer.lr,
+            tokens_seen=self.tokens_seen,
+            ledger=self.ledger,
+        )
+        if self.metrics.due(self.step):
+            self._stop_if_nonfinite()
+
+    def _next_global_batch(self) -> tuple[list[Batch], int]:
+        """This rank's micro-batches, and the valid target tokens of the whole global batch.
+
+        One host-side reduction carries the token count, any rank's failure and any rank's signal, so that
+        all ranks go on or stop together and the failing one is named.
+        """
+        failure: Exception | None = None
+        batches: list[Batch] = []
+        with self.metrics.data_loading():
+            try:
+                batches = [next(self.loader) for _ in range(self.micro_batches)]
+            except Exception as error:
+                failure = error
+            valid = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+            (valid,), (failed, signalled) = self.runtime.agree(
+                sums=[valid], maxima=[self.runtime.rank + 1 if failure else 0, self.stop_signal.received]
+            )
+        if failed:
+            self.runtime.raise_together(failure, failed - 1, "loading data")
+        if signalled:
+            self._save_and_interrupt(signalled)
+        return batches, max(valid, 1)
+
+    def _check_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
+        """Device flag, 1 to apply the step: equal on all ranks because loss and norm are already reduced."""
+        finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
+        self._nonfinite_steps += ~finite
+        first = torch.where(finite, self._first_nonfinite, self.step + 1)
+        self._first_nonfinite = torch.where(self._first_nonfinite < 0, first, self._first_nonfinite)
+        if self.config.training.nonfinite_loss == "stop":
+            # Sticky: nothing after the bad step is applied either, however late the host looks.
+            finite = self._first_nonfinite < 0
+        return finite.to(torch.float32)
+
+    def _stop_if_nonfinite(self) -> None:
+        count = int(self._nonfinite_steps)
+        if count and self.config.training.nonfinite_loss == "stop":
+            self.checkpointer.maybe_wait()
+            raise NonFiniteLoss(
+                f"the loss or gradient of step {int(self._first_nonfinite)} is not finite. No weight was "
+                "changed by it. Resume from the last checkpoint with a lower optimizer.lr or another "
+                'debug.seed, or set training.nonfinite_loss = "skip" to leave such steps out.'
+            )
+
+    # ---------------------------------------------------------------- saving and ending
+
+    def state(self) -> dict:
+        """Everything a resumed run needs, as the checkpoint stores it."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "train_state": {"step": self.step, "tokens_seen": self.tokens_seen},
+            "dataloader": merge_states(self.runtime.all_gather_object(self.loader.state_dict())),
+            "rng": rng_state(self.device),
+        }
+
+    def _save(self, last: bool = False) -> None:
+        self._stop_if_nonfinite()
+        with self.metrics.pause():
+            self.checkpointer.save(self.step, self.state, last=last)
+
+    def _load(self) -> None:
+        state = self.checkpointer.load(self.state)
+        if state is None:
+            return
+        if "model" in state:
+            self.model.load_state_dict(state["model"])
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.optimizer.refresh_master_weights()
+        if "train_state" in state:
+            self.step = state["train_state"]["step"]
+            self.tokens_seen = state["train_state"]["tokens_seen"]
+        if "dataloader" in state:
+            self.loader.load_state_dict(state["dataloader"])
+        if "rng" in state:
+            restore_rng_state(state["rng"], self.device)
+
+    def _save_and_interrupt(self, number: int) -> None:
+        name = StopSignal.name(number)
+        if self.config.checkpoint.enable and not self.config.checkpoint.load_only:
+            self._save()
+            self.checkpointer.maybe_wait()
+            raise Interrupted(f"{name} after step {self.step}; run the same command again to resume.")
+        raise Interrupted(f"{name} after step {self.step}; nothing was saved, as checkpoint.enable is false.")
+
+    def close(self) -> None:
+        """Release everything, the newest part first; calling it again does nothing."""
+        self._resources.close()
+
+
+MODEL_OVERRIDES = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
+
+
+def build_meta_model(config: JobConfig, vocab_size: int) -> tuple[Any, Any]:
+    """The model without memory, in the dtype that weights are stored in, and its arguments.
+
+    Raises:
+        ValueError: unknown family or size, or sizes that do not fit together.
+    """
+    validation_length = config.validation.seq_len or 0
+    with torch.device("meta"), default_dtype(DTYPES[config.training.dtype]):
+        return build_model(
+            config.model.name,
+            config.model.flavor,
+            vocab_size=vocab_size,
+            seq_len=max(config.training.seq_len, validation_length),
+            overrides={name: getattr(config.model, name) for name in MODEL_OVERRIDES},
+        )
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype):
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

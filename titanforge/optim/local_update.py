@@ -14,8 +14,8 @@ from torch import Tensor
 
 from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
 
-# An unfused chain of operations over whole tensors would go to memory at every one of them; chunks of this many
-# elements stay in cache. Smaller ones lose more to the dispatch of each operation (measured on two EPYC cores).
+# An unfused chain of operations over whole tensors would go to memory at every one of them; chunks of this
+# many elements stay in cache. Smaller ones lose more to the dispatch of each operation (measured).
 _CHUNK = 1 << 17
 # Largest stack of same-shape matrices updated in one batch, per stacked tensor.
 _BATCH_BYTES = 256 * 2**20

@@ -1,0 +1,75 @@
+"""The ledger's arithmetic, and that every wrapped collective is counted once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed_harness import run_distributed
+from titanforge.sync import CommLedger, EveryStep, build_sync_policy
+
+
+def test_totals() -> None:
+    ledger = CommLedger()
+    ledger.record("dp_replicate", "gradients", 100, 2)
+    ledger.record("dp_replicate", "gradients", 50)
+    ledger.record("dp_replicate", "decision", 4)
+    ledger.record("loss", "loss", 8)
+    assert (ledger.total().bytes, ledger.total().count) == (162, 5)
+    assert ledger.total(axis="dp_replicate").bytes == 154
+    assert ledger.total(purpose="gradients").count == 3
+    assert ledger.metrics()["comm/dp_replicate/gradients_bytes"] == 150
+    resumed = CommLedger()
+    resumed.load_state_dict(ledger.state_dict())
+    assert resumed.metrics() == ledger.metrics()
+
+
+def test_one_rank_says_nothing() -> None:
+    ledger = CommLedger()
+    tensor = torch.ones(3)
+    assert ledger.all_reduce(tensor, None, axis="loss", purpose="loss") is None
+    output = torch.zeros(3)
+    ledger.all_gather(output, tensor, None, axis="loss", purpose="loss")
+    assert torch.equal(output, tensor)
+    assert ledger.total().count == 0
+
+
+def test_policies_by_name() -> None:
+    assert isinstance(build_sync_policy("every_step", 1.0), EveryStep)
+    with pytest.raises(ValueError, match=r"sync\.policy = 'sometimes'.*valid: every_step"):
+        build_sync_policy("sometimes", 1.0)
+    with pytest.raises(ValueError, match=r"sync\.bucket_mib must be positive"):
+        build_sync_policy("every_step", 0.0)
+
+
+def collectives(rank: int, world_size: int) -> dict[str, int]:
+    ledger, group = CommLedger(), dist.group.WORLD
+    summed = torch.full((4,), float(rank + 1))
+    ledger.all_reduce(summed, group, axis="loss", purpose="sum")
+    assert torch.equal(summed, torch.full((4,), 3.0))
+    largest = torch.tensor([float(rank)])
+    work = ledger.all_reduce(largest, group, axis="loss", purpose="max", op=dist.ReduceOp.MAX, async_op=True)
+    assert work is not None
+    work.wait()
+    assert float(largest) == 1.0
+    gathered = torch.zeros(4)
+    ledger.all_gather(gathered, torch.full((2,), float(rank)), group, axis="loss", purpose="gather")
+    assert gathered.tolist() == [0.0, 0.0, 1.0, 1.0]
+    value = torch.tensor([float(rank)])
+    ledger.broadcast(value, group, group_src=1, axis="loss", purpose="broadcast")
+    assert float(value) == 1.0
+    piece = torch.zeros(2)
+    ledger.reduce_scatter(piece, torch.arange(4.0), group, axis="loss", purpose="scatter")
+    assert piece.tolist() == [0.0 + 4 * rank, 2.0 + 4 * rank]
+    return ledger.metrics()
+
+
+def test_collectives_are_counted() -> None:
+    first, second = run_distributed(collectives, 2)
+    assert first == second
+    assert first["comm/loss/sum_bytes"] == 16 and first["comm/loss/sum_count"] == 1
+    assert first["comm/loss/max_bytes"] == 4
+    assert first["comm/loss/gather_bytes"] == 16
+    assert first["comm/loss/broadcast_bytes"] == 4
+    assert first["comm/loss/scatter_bytes"] == 16

@@ -1,0 +1,197 @@
+"""Replicas sum their gradients at every step, bucket by bucket, while backward still runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from titanforge.sync.ledger import CommLedger
+from titanforge.sync.policy import REPLICATE_AXIS, SyncPolicy
+
+_PURPOSE = "gradients"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass
+class _Bucket:
+    """Parameters reduced together; the layout is fixed when the policy attaches."""
+
+    params: list[nn.Parameter]
+    ready: set[int] = field(default_factory=set)
+    buffer: Tensor | None = None
+    work: Work | None = None
+    events: list[torch.cuda.Event] = field(default_factory=list)
+
+    @property
+    def launched(self) -> bool:
+        return self.buffer is not None
+
+
+class EveryStep(SyncPolicy):
+    """All-reduce of gradients over dp_replicate in fp32, overlapped with the last micro-batch's backward.
+
+    Buckets take the parameters in reverse order, about the order in which backward finishes them, and go out
+    in that fixed order on every rank, each when all its gradients of the last micro-batch have arrived. A
+    parameter that got no gradient on this rank holds its bucket, and those behind it, back until
+    `reduce_gradients`, which sends zeros for it: ranks may disagree about which weights were used (an expert
+    without tokens) and still issue the same collectives. After the step all replicas hold a gradient for
+    every parameter.
+
+    Works on local tensors: with FSDP2 the shard of each parameter is reduced over the replicas of that shard.
+    A reduced gradient comes back in the dtype of the gradient it replaces, after an fp32 sum.
+
+    bucket_mib: size of one reduction, in MiB of fp32.
+    """
+
+    def __init__(self, bucket_mib: float = 32.0) -> None:
+        if not bucket_mib > 0:
+            raise ValueError(f"sync.bucket_mib must be positive, not {bucket_mib}")
+        self._bucket_elements = max(1, int(bucket_mib * 2**20 / 4))
+        self._group: ProcessGroup | None = None
+        self._ledger = CommLedger()
+        self._buckets: list[_Bucket] = []
+        self._handles: list[RemovableHandle] = []
+        self._names: dict[int, str] = {}
+        self._num_micro_batches = 1
+        self._in_step = False
+        self._armed = False
+        self._next_bucket = 0
+
+    def attach(self, model: nn.Module, replicate_group: ProcessGroup | None, ledger: CommLedger) -> None:
+        self.close()
+        if replicate_group is None or replicate_group.size() == 1:
+            return
+        self._group, self._ledger = replicate_group, ledger
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        self._names = {id(param): name for name, param in named}
+        self._buckets = self._deal([param for _, param in reversed(named)])
+        for index, bucket in enumerate(self._buckets):
+            for param in bucket.params:
+                hook = self._hook(index)
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def _deal(self, params: list[nn.Parameter]) -> list[_Bucket]:
+        buckets: list[_Bucket] = []
+        filled = math.inf
+        for param in params:
+            size = _local(param.detach()).numel()
+            if filled + size > self._bucket_elements:
+                buckets.append(_Bucket([]))
+                filled = 0
+            buckets[-1].params.append(param)
+            filled += size
+        return buckets
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(param: Tensor) -> None:
+            if self._armed:
+                self._arrived(index, param)
+
+        return on_gradient
+
+    def _arrived(self, index: int, param: Tensor) -> None:
+        bucket = self._buckets[index]
+        if bucket.launched:
+            raise RuntimeError(
+                f"the gradient of {self._names[id(param)]!r} grew after its bucket was reduced: one backward "
+                "pass per micro-batch, and before_backward ahead of each"
+            )
+        bucket.ready.add(id(param))
+        if param.is_cuda:
+            # FSDP2 finishes a shard on a stream of its own; whoever launches the bucket may be on another.
+            event = torch.cuda.Event()
+            event.record()
+            bucket.events.append(event)
+        while self._next_bucket < len(self._buckets):
+            waiting = self._buckets[self._next_bucket]
+            if len(waiting.ready) < len(waiting.params):
+                break
+            self._launch(waiting)
+
+    @torch.no_grad()
+    def _launch(self, bucket: _Bucket) -> None:
+        """Sum a bucket over the replicas; asynchronous."""
+        for event in bucket.events:
+            event.wait()
+        bucket.events.clear()
+        locals_ = [_local(param.detach()) for param in bucket.params]
+        total = sum(local.numel() for local in locals_)
+        buffer = torch.zeros(total, dtype=torch.float32, device=locals_[0].device)
+        targets, sources = [], []
+        for param, piece in zip(bucket.params, self._pieces(buffer, locals_)):
+            if param.grad is not None:
+                targets.append(piece)
+                sources.append(_local(param.grad))
+        if targets:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        bucket.buffer = buffer
+        # Empty shards are empty on every replica of them, so none waits for the others here.
+        if total > 0:
+            bucket.work = self._ledger.all_reduce(
+                buffer, self._group, axis=REPLICATE_AXIS, purpose=_PURPOSE, async_op=True
+            )
+        self._next_bucket += 1
+
+    @staticmethod
+    def _pieces(buffer: Tensor, locals_: list[Tensor]) -> list[Tensor]:
+        pieces = buffer.split([local.numel() for local in locals_])
+        return [piece.view(local.shape) for piece, local in zip(pieces, locals_)]
+
+    def begin_step(self, num_micro_batches: int) -> None:
+        self._num_micro_batches = num_micro_batches
+        self._in_step = True
+        self._armed = False
+        self._next_bucket = 0
+        for bucket in self._buckets:
+            bucket.ready.clear()
+            bucket.events.clear()
+            bucket.buffer = bucket.work = None
+
+    def before_backward(self, micro_batch_index: int) -> None:
+        # Earlier micro-batches only accumulate: a gradient is complete on this replica after the last.
+        self._armed = bool(self._buckets) and micro_batch_index == self._num_micro_batches - 1
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        self._armed = False
+        if self._buckets and not self._in_step:
+            raise RuntimeError("gradients were reduced already: begin_step must come before each step")
+        self._in_step = False
+        while self._next_bucket < len(self._buckets):
+            self._launch(self._buckets[self._next_bucket])
+        for bucket in self._buckets:
+            assert bucket.buffer is not None
+            if bucket.work is not None:
+                bucket.work.wait()
+            self._write_back(bucket, bucket.buffer)
+            bucket.buffer = bucket.work = None
+
+    def _write_back(self, bucket: _Bucket, buffer: Tensor) -> None:
+        pieces = self._pieces(buffer, [_local(param.detach()) for param in bucket.params])
+        targets, sources = [], []
+        for param, piece in zip(bucket.params, pieces):
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            targets.append(_local(param.grad))
+            sources.append(piece)
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        if buffer.is_cuda:
+            # Allocated on the stream of whoever launched the bucket, read on this one.
+            buffer.record_stream(torch.cuda.current_stream())
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._buckets, self._names = [], [], {}
+        self._group = None
+        self._armed = False

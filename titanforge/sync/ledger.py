@@ -1,0 +1,120 @@
+"""The record of every collective that titanforge issues: who talked along which axis, for what, how much."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+
+@dataclass
+class LedgerEntry:
+    """Payload bytes handed to collectives by this rank, and the number of collectives."""
+
+    bytes: int = 0
+    count: int = 0
+
+
+class CommLedger:
+    """Counts collectives by mesh axis and purpose.
+
+    Bytes are the payload on this rank: the full tensor of an all-reduce or broadcast, the gathered output of
+    an all-gather, the input of a reduce-scatter. They do not depend on the algorithm that moves them. What
+    PyTorch issues by itself (FSDP2's gathers and reductions) is not in here.
+
+    The methods that issue a collective skip it, and record nothing, for a group of one rank.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, str], LedgerEntry] = {}
+
+    def record(self, axis: str, purpose: str, bytes: int, count: int = 1) -> None:
+        """Add `count` collectives with `bytes` in all, issued elsewhere."""
+        entry = self._entries.setdefault((axis, purpose), LedgerEntry())
+        entry.bytes += bytes
+        entry.count += count
+
+    def entries(self) -> Mapping[tuple[str, str], LedgerEntry]:
+        """What was recorded, by (axis, purpose)."""
+        return self._entries
+
+    def total(self, axis: str | None = None, purpose: str | None = None) -> LedgerEntry:
+        """Sum over the entries of an axis, a purpose, both, or all."""
+        total = LedgerEntry()
+        for (entry_axis, entry_purpose), entry in self._entries.items():
+            if axis in (None, entry_axis) and purpose in (None, entry_purpose):
+                total.bytes += entry.bytes
+                total.count += entry.count
+        return total
+
+    def metrics(self) -> dict[str, int]:
+        """Totals so far, for the loggers: `comm/<axis>/<purpose>_bytes` and `…_count`."""
+        flat: dict[str, int] = {}
+        for (axis, purpose), entry in sorted(self._entries.items()):
+            flat[f"comm/{axis}/{purpose}_bytes"] = entry.bytes
+            flat[f"comm/{axis}/{purpose}_count"] = entry.count
+        return flat
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Totals as plain numbers, so that a resumed run counts on."""
+        return {f"{axis}/{purpose}": [e.bytes, e.count] for (axis, purpose), e in self._entries.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the totals by saved ones."""
+        self._entries = {}
+        for key, (bytes, count) in state.items():
+            axis, purpose = key.split("/", 1)
+            self.record(axis, purpose, bytes, count)
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        group: ProcessGroup | None,
+        *,
+        axis: str,
+        purpose: str,
+        op: Any = ReduceOp.SUM,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce in place over the group; returns the work to wait for if `async_op`.
+
+        group: None stands for no communication (one rank), not for the default group.
+        """
+        if not self._note(tensor, group, axis, purpose):
+            return None
+        return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+    def broadcast(
+        self, tensor: Tensor, group: ProcessGroup | None, *, group_src: int = 0, axis: str, purpose: str
+    ) -> None:
+        """Overwrite with the tensor of the group's rank `group_src`."""
+        if self._note(tensor, group, axis, purpose):
+            dist.broadcast(tensor, group=group, group_src=group_src)
+
+    def all_gather(
+        self, output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, axis: str, purpose: str
+    ) -> None:
+        """Concatenate the ranks' tensors along dim 0 into `output`."""
+        if self._note(output, group, axis, purpose):
+            dist.all_gather_into_tensor(output, tensor, group=group)
+        else:
+            output.copy_(tensor)
+
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, axis: str, purpose: str
+    ) -> None:
+        """Sum over the group, of which each rank keeps its slice along dim 0."""
+        if self._note(tensor, group, axis, purpose):
+            dist.reduce_scatter_tensor(output, tensor, group=group)
+        else:
+            output.copy_(tensor)
+
+    def _note(self, tensor: Tensor, group: ProcessGroup | None, axis: str, purpose: str) -> bool:
+        if group is None or dist.get_world_size(group) == 1:
+            return False
+        self.record(axis, purpose, tensor.numel() * tensor.element_size())
+        return True

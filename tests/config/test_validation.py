@@ -7,6 +7,10 @@ import pytest
 from titanforge.config import ConfigError, load_config, schema, validate_config
 from titanforge.config.bounds import BOUNDS
 from titanforge.config.effectless import DEPENDENCES
+from titanforge.config.rules import MATRIX_RULES, RULE_KEYS
+from titanforge.config.validation import DATASETS
+from titanforge.data import sources
+from titanforge.optim.registry import NESTEROV_RULES, RULES, build_rule
 
 REPOSITORY = Path(__file__).parent.parent.parent
 JOB_FILES = sorted((REPOSITORY / "train_configs").glob("*.toml"))
@@ -194,6 +198,14 @@ def test_datasets_that_need_a_path(dataset, tmp_path):
         assert validate(*argv, f"--training.dataset_path={path}") == []
 
 
+def test_embedded_text_takes_no_path():
+    message = refusal_of("--training.dataset_path=x")
+    assert (
+        message
+        == 'training.dataset_path = "x": training.dataset = "python_stdlib" brings its own files: unset it'
+    )
+
+
 def test_unknown_datasets():
     assert refusal_of("--training.dataset=jsnol").endswith('did you mean "jsonl"?')
     assert refusal_of("--training.dataset=c4").startswith(
@@ -313,12 +325,10 @@ def test_dump_folder_is_no_file(tmp_path):
         (["--optimizer.momentum=0.8"], "optimizer.momentum"),
         (["--optimizer.name=SGD", "--optimizer.beta2=0.9"], "optimizer.beta2"),
         (["--optimizer.name=lion", "--optimizer.eps=1"], "optimizer.eps"),
-        (["--optimizer.nesterov"], "optimizer.nesterov"),
         (
             ["--training.dtype=bfloat16", "--training.mixed_precision_param=float32"],
             "training.mixed_precision_param",
         ),
-        (["--training.dataset_path=x"], "training.dataset_path"),
         (["--training.dataloader.prefetch_factor=3"], "training.dataloader.prefetch_factor"),
         (["--training.dataloader.persistent_workers"], "training.dataloader.persistent_workers"),
         (["--data.text_key=x"], "data.text_key"),
@@ -355,8 +365,54 @@ def test_one_line_per_reason():
     assert warning == "validation.freq = 5, validation.steps = 2 have no effect: validation.enable is false"
 
 
-def test_a_rule_unknown_here_gets_no_warning_about_its_companions():
+def test_a_matrix_rule_reads_its_companion_and_momentum():
     assert validate("--optimizer.name=Muon", "--optimizer.scalar.lr=1", "--optimizer.momentum=0.8") == []
+
+
+def test_rule_table_is_that_of_the_rules():
+    class Recorder(dict):
+        """Hyperparameters that remember which of them were read."""
+
+        def __init__(self, values):
+            super().__init__(values)
+            self.read = set()
+
+        def __getitem__(self, key):
+            self.read.add(key)
+            return super().__getitem__(key)
+
+    assert set(RULE_KEYS) == set(RULES), "titanforge/config/rules.py lists other rules than titanforge/optim"
+    values = {"lr": 1.0, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "momentum": 0.9}
+    for name, keys in RULE_KEYS.items():
+        rule = build_rule(name, momentum=0.9)
+        options = Recorder(values)
+        rule.hyperparameters(options, 3)
+        assert options.read - {"lr", "weight_decay"} == keys - {"nesterov"}, name
+        assert ("nesterov" in keys) == (name in NESTEROV_RULES), name
+        assert (name in MATRIX_RULES) == rule.matrix_only, name
+
+
+def test_dataset_names_are_those_of_the_sources():
+    assert DATASETS == sources.DATASETS
+
+
+def test_rules_are_checked_by_name():
+    message = refusal_of("--optimizer.name=AdamV")
+    assert message.startswith('optimizer.name = "AdamV": must be one of adafactor,')
+    assert message.endswith('did you mean "adamw"?')
+    assert refusal_of("--optimizer.scalar.name=zzz").startswith(
+        'optimizer.scalar.name = "zzz": must be one of'
+    )
+    message = refusal_of("--optimizer.name=muon", "--optimizer.scalar.name=Muon")
+    assert message == 'optimizer.scalar.name = "Muon": takes matrices alone: use AdamW, Lion or the like'
+    assert refusal_of("--optimizer.nesterov") == (
+        'optimizer.nesterov = true: optimizer.name = "AdamW" has no Nesterov form (these have: muon, sgd)'
+    )
+    assert (
+        validate("--optimizer.name=adam-mini")
+        == validate("--optimizer.name=SGD", "--optimizer.nesterov")
+        == []
+    )
 
 
 def test_the_table_names_existing_keys():

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from titanforge.config import schema
+from titanforge.config.rules import MATRIX_RULES, RULE_KEYS, rule_name
 from titanforge.config.sections import JobConfig
-
-ELEMENTWISE_RULES = ("adamw", "adam", "sgd", "lion")
-ADAM_RULES = ("adamw", "adam")
 
 
 class Dependence(NamedTuple):
@@ -22,10 +20,6 @@ class Dependence(NamedTuple):
     keys: tuple[str, ...]
     counts: Callable[[JobConfig, str], bool]
     reason: str
-
-
-def _rule(config: JobConfig) -> str:
-    return config.optimizer.name.lower()
 
 
 DEPENDENCES = (
@@ -67,38 +61,22 @@ DEPENDENCES = (
     ),
     Dependence(
         ("optimizer.scalar.",),
-        lambda config, device: _rule(config) not in ELEMENTWISE_RULES,
+        lambda config, device: rule_name(config.optimizer.name) in MATRIX_RULES,
         "optimizer.name is not a matrix rule and takes every weight",
     ),
-    Dependence(
-        ("optimizer.momentum",),
-        lambda config, device: _rule(config) not in (*ADAM_RULES, "lion"),
-        "this optimizer.name reads optimizer.beta1 and beta2 instead",
-    ),
-    Dependence(
-        ("optimizer.beta1", "optimizer.beta2"),
-        lambda config, device: _rule(config) in (*ADAM_RULES, "lion"),
-        "this optimizer.name reads optimizer.momentum instead",
-    ),
-    Dependence(
-        ("optimizer.eps",),
-        lambda config, device: _rule(config) not in ("sgd", "lion"),
-        "this optimizer.name has no epsilon",
-    ),
-    Dependence(
-        ("optimizer.nesterov",),
-        lambda config, device: _rule(config) not in (*ADAM_RULES, "lion"),
-        "this optimizer.name has no Nesterov form",
+    *(
+        Dependence(
+            (f"optimizer.{key}",),
+            # bound now: the lambda runs when the loop is long over
+            lambda config, device, key=key: key in RULE_KEYS[rule_name(config.optimizer.name)],
+            f"this optimizer.name does not read {key}",
+        )
+        for key in ("momentum", "beta1", "beta2", "eps")
     ),
     Dependence(
         ("training.mixed_precision_param",),
         lambda config, device: config.training.dtype == "float32",
         "weights are stored in bfloat16 (training.dtype), and so is the computation",
-    ),
-    Dependence(
-        ("training.dataset_path",),
-        lambda config, device: config.training.dataset != "python_stdlib",
-        'training.dataset = "python_stdlib" brings its own files',
     ),
     Dependence(
         ("training.dataloader.prefetch_factor", "training.dataloader.persistent_workers"),

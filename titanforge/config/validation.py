@@ -15,6 +15,7 @@ from pathlib import Path
 from titanforge.config import schema
 from titanforge.config.bounds import check_bounds
 from titanforge.config.effectless import effectless_settings
+from titanforge.config.rules import MATRIX_RULES, RULE_KEYS, rule_name
 from titanforge.config.schema import ConfigError, refusal, show
 from titanforge.config.sections import JobConfig
 
@@ -96,8 +97,27 @@ def _check_batch(config: JobConfig, data_parallel: int) -> None:
         )
 
 
+def _check_rules(config: JobConfig) -> None:
+    for path in ("optimizer.name", "optimizer.scalar.name"):
+        name = rule_name(schema.get_value(config, path))
+        if name not in RULE_KEYS:
+            word = schema.nearest(name, RULE_KEYS)
+            hint = f"; did you mean {show(word)}?" if word else ""
+            raise refusal(config, path, f"must be one of {', '.join(sorted(RULE_KEYS))}{hint}")
+    if rule_name(config.optimizer.scalar.name) in MATRIX_RULES:
+        raise refusal(config, "optimizer.scalar.name", "takes matrices alone: use AdamW, Lion or the like")
+    if config.optimizer.nesterov and "nesterov" not in RULE_KEYS[rule_name(config.optimizer.name)]:
+        with_it = ", ".join(rule for rule, keys in RULE_KEYS.items() if "nesterov" in keys)
+        raise refusal(
+            config,
+            "optimizer.nesterov",
+            f"optimizer.name = {show(config.optimizer.name)} has no Nesterov form (these have: {with_it})",
+        )
+
+
 def _check_optimizer(config: JobConfig) -> None:
     optimizer, training = config.optimizer, config.training
+    _check_rules(config)
     native = optimizer.implementation == "native"
     if optimizer.master_weights != "none":
         if training.dtype != "bfloat16":
@@ -114,7 +134,7 @@ def _check_optimizer(config: JobConfig) -> None:
                 f'needs optimizer.implementation = "native", not {show(optimizer.implementation)}',
             )
     if not native:
-        if optimizer.name.lower() not in TORCH_OPTIM_RULES:
+        if rule_name(optimizer.name) not in TORCH_OPTIM_RULES:
             raise refusal(
                 config,
                 "optimizer.implementation",
@@ -212,6 +232,8 @@ def _check_dataset(config: JobConfig, dataset_key: str, path_key: str) -> None:
         )
         raise refusal(config, dataset_key, f"must be one of {', '.join(DATASETS)}; {hint}")
     if dataset not in DATASETS_WITH_PATH:
+        if path is not None:
+            raise refusal(config, path_key, f"{dataset_key} = {show(dataset)} brings its own files: unset it")
         return
     if not path:
         raise refusal(

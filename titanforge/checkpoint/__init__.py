@@ -1,0 +1,9 @@
+"""Checkpoints: when they are written and which one is read (``manager``), and their bytes (``*_format``).
+
+Imports torch and safetensors alone. See docs/checkpoints.md.
+"""
+
+from titanforge.checkpoint.layout import CheckpointError
+from titanforge.checkpoint.manager import CheckpointManager
+
+__all__ = ["CheckpointError", "CheckpointManager"]

@@ -1,0 +1,358 @@
+"""When checkpoints are written, which one is loaded, and which ones are kept."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from titanforge.checkpoint import json_state, layout, loading, safetensors_format
+from titanforge.checkpoint.dcp_format import MarkedWriter
+from titanforge.checkpoint.layout import CheckpointError
+from titanforge.checkpoint.loading import RANK_PARTS, TENSOR_PARTS, on_main
+
+logger = logging.getLogger(__name__)
+
+State = dict[str, Any]
+_PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+_EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class CheckpointSettings(Protocol):
+    """What the manager reads of the `[checkpoint]` section; see docs/config.md."""
+
+    enable: bool
+    folder: str
+    interval: int
+    initial_load_path: str | None
+    initial_load_model_only: bool
+    last_save_model_only: bool
+    export_dtype: Any
+    async_mode: Any
+    keep_latest_k: int
+    load_step: int
+    exclude_from_loading: list[str]
+    enable_first_step_checkpoint: bool
+    create_seed_checkpoint: bool
+    load_only: bool
+
+
+class Processes(Protocol):
+    """What the manager needs to know of the run's processes."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    checkpoint_group: ProcessGroup
+
+
+class CheckpointManager:
+    """Saves and loads a run's state; every method is collective and called on all ranks in one order.
+
+    A state is ``{"model": …, "optimizer": …, "rng": …, any other name: …}``: nested dicts and lists whose
+    tensors (in model and optimizer, DTensors too) are stored by torch.distributed.checkpoint, and whose
+    other values go to JSON. ``rng`` is each rank's own. Everything else must be equal on all ranks.
+
+    Attributes:
+        loaded_from: what ``load`` read, None if nothing.
+        skipped: (folder name, reason) of each newer checkpoint that ``load`` could not use.
+
+    Raises:
+        ValueError: a setting that cannot work, naming its key.
+    """
+
+    def __init__(
+        self, settings: CheckpointSettings, dump_folder: Path | str, *, config_toml: str, runtime: Processes
+    ) -> None:
+        unknown = set(settings.exclude_from_loading) - set(_PARTS)
+        if unknown:
+            raise ValueError(
+                f"checkpoint.exclude_from_loading: {sorted(unknown)} is no part; there are {', '.join(_PARTS)}."
+            )
+        if settings.keep_latest_k == 1 or settings.keep_latest_k < 0:
+            raise ValueError(
+                f"checkpoint.keep_latest_k = {settings.keep_latest_k}: use 0 (keep all) or at least 2, "
+                "so that one good checkpoint survives a crash during a save."
+            )
+        self.settings = settings
+        self.folder = Path(dump_folder) / settings.folder
+        self.loaded_from: Path | None = None
+        self.skipped: list[tuple[str, str]] = []
+        self._config_toml = config_toml
+        self._runtime = runtime
+        self._group = runtime.checkpoint_group
+        self._saved_step = -1
+        self._pending: tuple[int, Future] | None = None
+        self._stager: DefaultStager | None = None
+        self._writes = settings.enable and not settings.load_only
+        if self._writes and settings.async_mode != "disabled":
+            self._stager = self._make_stager()
+
+    # ------------------------------------------------------------------ saving
+
+    def due(self, step: int, first_step: int = 1, last: bool = False) -> bool:
+        """Whether ``step`` is one to save after; ``first_step`` is the first of this process."""
+        if not self._writes:
+            return False
+        first = self.settings.enable_first_step_checkpoint and step == first_step
+        return last or first or step % self.settings.interval == 0
+
+    def save(self, step: int, state: State | Callable[[], State], last: bool = False) -> bool:
+        """Write a checkpoint of ``step``; returns whether one was written (or begun, asynchronously).
+
+        With `checkpoint.async_mode` the state is copied to host memory before this returns, so training
+        may change it at once; the copy is written in the background.
+
+        Args:
+            state: the state, or a function that makes it (called only if something is written).
+            last: the run's last save: synchronous, and weights alone with `last_save_model_only`.
+
+        Raises:
+            CheckpointError: this save, or the one before it in the background, failed.
+        """
+        if not self._writes:
+            return False
+        self.maybe_wait()
+        seed = self.settings.create_seed_checkpoint
+        if last and self.settings.last_save_model_only and not seed:
+            self._export(step, state() if callable(state) else state)
+            return True
+        if step == self._saved_step:
+            return False
+        tensors, shared, own = _split(state() if callable(state) else state)
+        final = layout.step_folder(self.folder, step)
+        written = layout.temporary(final)
+        on_main(self._group, lambda: _make_empty(written))
+        writer = MarkedWriter(
+            written,
+            final,
+            step=step,
+            rank=self._runtime.rank,
+            world_size=self._runtime.world_size,
+            state=shared,
+            rank_state=own,
+            config_toml=self._config_toml,
+        )
+        if self._stager is None or last:
+            try:
+                dcp.save(tensors, storage_writer=writer, process_group=self._group)
+            except CheckpointException as error:
+                raise self._save_error(step, error) from error
+            self._saved_step = step
+            self._purge()
+            return True
+        future = dcp.async_save(
+            tensors, storage_writer=writer, process_group=self._group, async_stager=self._stager
+        )
+        assert isinstance(future, Future), "the stager copies before it returns"
+        # On the writing thread: deleting old checkpoints must not hold up training either.
+        future.add_done_callback(lambda done: None if done.exception() else self._purge())
+        self._pending = (step, future)
+        return True
+
+    def maybe_wait(self) -> None:
+        """Wait for the save in the background, if there is one.
+
+        Raises:
+            CheckpointError: it failed; on every rank, as all ranks learn of any rank's failure.
+        """
+        if self._pending is None:
+            return
+        (step, future), self._pending = self._pending, None
+        try:
+            future.result()
+        except BaseException as error:  # CheckpointException is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise self._save_error(step, error) from error
+        self._saved_step = step
+
+    def close(self) -> None:
+        """Finish the save in the background and release host memory; safe to call twice."""
+        try:
+            self.maybe_wait()
+        finally:
+            if self._stager is not None:
+                self._stager.close()
+                self._stager = None
+
+    def _save_error(self, step: int, error: BaseException) -> CheckpointError:
+        causes = "; ".join(str(e[0] if isinstance(e, tuple) else e) for e in _failures(error).values())
+        return CheckpointError(
+            f"saving step {step} to {self.folder} failed ({causes or error}). Older checkpoints are intact."
+        )
+
+    def _purge(self) -> None:
+        if self._runtime.rank != 0 or self.settings.keep_latest_k == 0:
+            return
+        try:
+            layout.purge(self.folder, self.settings.keep_latest_k)
+        except OSError as error:
+            logger.warning("could not purge %s (%s); training goes on", self.folder, error)
+
+    def _make_stager(self) -> DefaultStager:
+        on_gpu = self._runtime.device.type == "cuda"
+        pinned = self.settings.async_mode == "async_with_pinned_mem"
+        if pinned and not on_gpu:
+            logger.warning(
+                'checkpoint.async_mode = "async_with_pinned_mem": host memory is pinned for GPUs alone; '
+                'here it does what "async" does.'
+            )
+        return DefaultStager(
+            StagingOptions(
+                use_pinned_memory=pinned and on_gpu,
+                use_shared_memory=False,  # the writer is a thread of this process
+                use_async_staging=False,  # the old values must be copied before training goes on
+                use_non_blocking_copy=on_gpu,
+            )
+        )
+
+    def _export(self, step: int, state: State) -> None:
+        """Weights alone, as safetensors in ``export-step-N``; gathered tensor by tensor."""
+        tensors: dict[str, Tensor] = {}
+        json_state.split(state["model"], "", tensors)
+        tensors = {name.removeprefix("."): tensor for name, tensor in tensors.items()}
+        aliases = on_main(self._group, lambda: safetensors_format.find_aliases(tensors))
+        final = layout.export_folder(self.folder, step)
+        written = layout.temporary(final)
+        on_main(self._group, lambda: _make_empty(written))
+        exporter = safetensors_format.Exporter(_EXPORT_DTYPES[self.settings.export_dtype])
+        plan = exporter.plan(tensors, aliases)
+        files: dict[str, Any] = {}
+        names: dict[str, list[str]] = {}
+        failure: Exception | None = None
+        for index, members in enumerate(plan):
+            batch: dict[str, Tensor] = {}
+            for name in members:
+                whole = exporter.gather(tensors[name])  # on every rank, also after a failed write
+                if self._runtime.rank == 0:
+                    batch[name] = whole
+            if self._runtime.rank == 0 and failure is None:
+                try:
+                    new = exporter.write(written, index, len(plan), batch, aliases)
+                    files.update(new)
+                    names.update((file, members) for file in new)
+                except Exception as error:
+                    failure = error
+
+        def finish() -> None:
+            if failure is not None:
+                raise CheckpointError(f"exporting step {step} to {written} failed ({failure}).")
+            if len(plan) > 1:
+                safetensors_format.write_index(written, names)
+            layout.write_synced(written / layout.CONFIG, self._config_toml)
+            extra = [p for p in written.iterdir() if p.name not in files]
+            files.update((path.name, layout.fingerprint(path)) for path in extra)
+            layout.write_marker(written, files, step=step, export_dtype=str(exporter.dtype))
+            layout.publish(written, final)
+
+        on_main(self._group, finish)
+
+    # ------------------------------------------------------------------ loading
+
+    def load(self, state: State | Callable[[], State]) -> State | None:
+        """Load the checkpoint that the settings ask for.
+
+        The newest whole one in `checkpoint.folder` (or `load_step`); if the folder has none, what
+        `initial_load_path` names; otherwise nothing. Broken ones are skipped with a warning.
+
+        Args:
+            state: the run's current state or a function that makes it. Its tensors are overwritten.
+
+        Returns:
+            The loaded parts (tensors are those of ``state``), or None: start from scratch. Without the
+            part ``train_state`` the run starts at step 0.
+
+        Raises:
+            CheckpointError: checkpoints are there, but none is whole.
+            FileNotFoundError: `load_step` or `initial_load_path` names nothing.
+            ValueError: the checkpoint does not fit the run.
+        """
+        settings = self.settings
+        if not settings.enable:
+            return None
+        if self._writes:
+            for line in on_main(self._group, lambda: layout.tidy(self.folder)):
+                logger.warning("%s: %s", self.folder, line)
+        source, self.skipped = loading.newest_usable(self.folder, settings.load_step, self._group)
+        if source is None and settings.initial_load_path is None:
+            return None
+        live = state() if callable(state) else state
+        excluded = set(settings.exclude_from_loading)
+        parts = (set(live) - excluded) if excluded else None
+        if source is None:
+            assert settings.initial_load_path is not None
+            return self._load_initial(Path(settings.initial_load_path), live, parts)
+        loaded = loading.read_checkpoint(source, live, parts, self._runtime.rank, self._group)
+        self.loaded_from = source
+        return loaded
+
+    def _load_initial(self, path: Path, live: State, parts: set[str] | None) -> State:
+        model_only = self.settings.initial_load_model_only
+        kind = on_main(self._group, lambda: _kind(path))
+        if kind == "weights":
+            if not model_only:
+                raise ValueError(
+                    f"checkpoint.initial_load_model_only = false, but {path} holds weights alone; set it to true."
+                )
+            loading.read_foreign_weights(path, live["model"], self._group)
+            self.loaded_from = path
+            return {"model": live["model"]}
+        source: Path | None = path
+        if kind == "folder":
+            source, self.skipped = loading.newest_usable(path, -1, self._group)
+        elif (reason := loading.why_unusable(path, self._group)) is not None:
+            raise CheckpointError(f"checkpoint.initial_load_path: {path} is unusable: {reason}.")
+        assert source is not None
+        wanted = {"model"} if model_only else parts
+        loaded = loading.read_checkpoint(source, live, wanted, self._runtime.rank, self._group)
+        self.loaded_from = source
+        return loaded
+
+
+def _split(state: State) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """(tensors for DCP by name, JSON equal on all ranks, JSON of this rank)."""
+    tensors: dict[str, Tensor] = {}
+    shared, own = {}, {}
+    for part, value in state.items():
+        if part in TENSOR_PARTS:
+            shared[part] = json_state.split(value, part, tensors)
+        else:
+            (own if part in RANK_PARTS else shared)[part] = json_state.encode(value, part)
+    return tensors, shared, own
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _kind(path: Path) -> str:
+    """What `checkpoint.initial_load_path` names: "step", "folder" of steps, or "weights"."""
+    if safetensors_format.weight_files(path):
+        return "weights"
+    if (path / layout.MARKER).exists():
+        return "step"
+    if layout.list_steps(path):
+        return "folder"
+    if not path.exists():
+        raise FileNotFoundError(f"checkpoint.initial_load_path = {str(path)!r} does not exist.")
+    raise ValueError(
+        f"checkpoint.initial_load_path = {str(path)!r} is neither a titanforge checkpoint nor safetensors. "
+        "Weights of other programs are read from .safetensors alone, because other formats can run code."
+    )
+
+
+def _failures(error: BaseException) -> dict[int, Any]:
+    return error.failures if isinstance(error, CheckpointException) else {}

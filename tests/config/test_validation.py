@@ -141,6 +141,8 @@ def test_torch_optim_takes_its_own_rules_and_float32_states_alone():
         assert message.startswith(
             'optimizer.state_dtype = "bfloat16": needs optimizer.implementation = "native"'
         )
+        both = ("--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16")
+        assert validate(*argv, *both) == []
 
 
 def test_patterns_must_be_regular_expressions():
@@ -397,8 +399,8 @@ def test_dataset_names_are_those_of_the_sources():
 
 
 def test_rules_are_checked_by_name():
-    message = refusal_of("--optimizer.name=AdamV")
-    assert message.startswith('optimizer.name = "AdamV": must be one of adafactor,')
+    message = refusal_of("--optimizer.name=AdamWW")
+    assert message.startswith('optimizer.name = "AdamWW": must be one of adafactor,')
     assert message.endswith('did you mean "adamw"?')
     assert refusal_of("--optimizer.scalar.name=zzz").startswith(
         'optimizer.scalar.name = "zzz": must be one of'

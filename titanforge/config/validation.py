@@ -141,7 +141,7 @@ def _check_optimizer(config: JobConfig) -> None:
                 f"torch.optim has AdamW, Adam and SGD here, not optimizer.name = {show(optimizer.name)}: use"
                 ' "native"',
             )
-        if optimizer.state_dtype != "float32":
+        if optimizer.state_dtype not in ("float32", training.dtype):
             raise refusal(
                 config,
                 "optimizer.state_dtype",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -33,7 +34,7 @@ def test_workers_change_nothing_and_what_they_load_ahead_is_not_counted(path):
     state = merge_states([reference.state_dict()])
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    for world, workers, prefetch in [(1, 1, 5), (2, 3, None)]:
+    for world, workers, prefetch in [(1, 3, 5), (2, 1, None)]:
         loaders = ranks(path, world, num_workers=workers, prefetch_factor=prefetch)
         for each in loaders:
             each.load_state_dict(state)
@@ -47,12 +48,18 @@ def test_workers_change_nothing_and_what_they_load_ahead_is_not_counted(path):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_micro_batch_is_the_same_bit_for_bit(path):
+def test_a_micro_batch_is_the_same_bit_for_bit_and_closing_needs_no_garbage_collector(path):
     alone, helped = loader(path), loader(path, num_workers=2, persistent_workers=True)
-    for _ in range(30):
-        for a, b in zip(next(alone), next(helped), strict=True):
-            assert torch.equal(a, b)
-    helped.close()
+    gc.disable()
+    try:
+        for _ in range(30):
+            for a, b in zip(next(alone), next(helped), strict=True):
+                assert torch.equal(a, b)
+        assert len(torch.multiprocessing.active_children()) == 2
+        helped.close()
+        assert not torch.multiprocessing.active_children()
+    finally:
+        gc.enable()
 
 
 def test_a_broken_record_in_a_worker_is_named_in_time(tmp_path):
@@ -89,6 +96,23 @@ def test_a_worker_outlives_the_signals_that_stop_a_run_and_its_death_is_told(pat
     with pytest.raises(DataError, match="worker of rank 0 has died"):
         for _ in range(20):
             next(one)
+
+
+UNCLOSED = """
+import sys
+from tests.data.corpus import loader
+if __name__ == "__main__":
+    one = loader(sys.argv[1], num_workers=1, persistent_workers=True)
+    next(one)
+    raise SystemExit(7)
+"""
+
+
+def test_a_process_that_never_closed_its_loader_ends(path, tmp_path):
+    script = tmp_path / "unclosed.py"
+    script.write_text(UNCLOSED)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    assert subprocess.run([sys.executable, script, path], env=environment, timeout=60).returncode == 7
 
 
 DIGEST = """

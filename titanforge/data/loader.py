@@ -7,10 +7,12 @@ that.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import signal
 import traceback
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,6 +50,9 @@ class Plan:
     def micro_batches(self) -> int:
         """Micro-batches of a step."""
         return self.global_batch_size // (self.local_batch_size * self.dp_world)
+
+
+_SECONDS_AFTER_SIGTERM = 120
 
 
 class _Part(NamedTuple):
@@ -139,12 +144,22 @@ def _as_is(item: Any) -> Any:
 def _start_worker(worker: int) -> None:
     """Let the trainer decide about signals: Ctrl-C and a scheduler's SIGTERM reach workers too, and a
     worker that dies of them takes the step away that the trainer wants to finish and save. A second SIGTERM
-    does end it."""
+    does end it, or the time that a step may take."""
+
+    def postpone(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.alarm(_SECONDS_AFTER_SIGTERM)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    signal.signal(signal.SIGTERM, postpone)
 
 
-@dataclass
+def _close_at_exit(loader: weakref.ref[TrainLoader]) -> None:
+    if alive := loader():
+        alive.close()
+
+
+@dataclass(eq=False)
 class TrainLoader:
     """Iterator over one rank's micro-batches (`Batch`), endless with `data.repeat`.
 
@@ -226,6 +241,8 @@ class TrainLoader:
         parts = _Parts(self.plan, self.samples, self._streams.numpy().copy())
         workers: dict[str, Any] = {}
         if self.num_workers:
+            # Before multiprocessing's own handler, which waits for workers after one SIGTERM.
+            atexit.register(_close_at_exit, weakref.ref(self))
             # spawn: fork would copy the locks of communication threads in mid-use and a CUDA context that
             # is no use; a fork server dies of a SIGTERM to the process group, and its workers with it.
             workers = {

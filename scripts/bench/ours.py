@@ -1,0 +1,250 @@
+"""titanforge's side of the benchmarks: its model, checkpointing, compile and updates, for one device.
+
+The same public pieces as the trainer's, in the trainer's order, without what one device does not need
+(meshes, data loading, logging), so that a figure here is a figure of the framework.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from titanforge.config.sections import Optimizer as OptimizerConfig
+from titanforge.models.initialization import initialize_weights
+from titanforge.models.registry import build_model
+from titanforge.optim import build_optimizer
+from titanforge.parallelisms import (
+    apply_activation_checkpoint,
+    apply_compile,
+    clip_factor,
+    clip_grad_norm_,
+)
+
+CompileMode = Literal["none", "blocks", "whole"]
+UPDATES = ("torch-fused", "torch-foreach", "native")
+
+
+class Update(Protocol):
+    """The optimizer half of a step."""
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+
+    def prepare(self) -> None:
+        """Host side of a step, before its launches; not captured in a graph."""
+
+    def step(self) -> None:
+        """Device side: clip if asked, and update."""
+
+    def state_tensors(self) -> list[Tensor]:
+        """The states with a weight's shape."""
+        ...
+
+
+def build_llama(
+    *,
+    tiny: bool,
+    seq_len: int,
+    device: str,
+    ac: str = "none",
+    compile_mode: CompileMode = "none",
+    seed: int = 0,
+) -> nn.Module:
+    """Llama-3.1-8B's shape (or a toy's) with bf16 weights, initialised, ready for `loss.backward()`."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model: Any = build_model(
+                "llama3",
+                "debugmodel" if tiny else "8B",
+                vocab_size=512 if tiny else None,
+                seq_len=seq_len,
+                overrides={"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2} if tiny else {},
+            )[0]
+    finally:
+        torch.set_default_dtype(previous)
+    apply_activation_checkpoint(model, ac)
+    if compile_mode == "blocks":
+        apply_compile(model)
+        model.output.compile()  # the loss: what `compile.components` has beside "model"
+    model.to_empty(device=device)
+    initialize_weights(model, seed)
+    if compile_mode == "whole":
+        model.compile()
+    return model.train()
+
+
+class TorchAdamW:
+    """`torch.optim.AdamW` as a user would build it: one group, states in the weights' dtype."""
+
+    def __init__(
+        self, model: nn.Module, *, lr: float, max_norm: float, fused: bool, capturable: bool
+    ) -> None:
+        self.parameters = list(model.parameters())
+        self.max_norm = max_norm
+        on_gpu = self.parameters[0].is_cuda
+        # A tensor learning rate lives on the device, so that a captured step can be given another one.
+        rate: float | Tensor = torch.tensor(lr, device=self.parameters[0].device) if capturable else lr
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=fused or None,
+            foreach=not fused or None,
+            capturable=capturable and on_gpu,
+        )
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def prepare(self) -> None:
+        pass
+
+    def step(self) -> None:
+        if self.max_norm > 0:
+            clip_grad_norm_(self.parameters, self.max_norm)
+        self.optimizer.step()
+
+    def state_tensors(self) -> list[Tensor]:
+        return [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        ]
+
+
+class Native:
+    """titanforge's own AdamW rule and engine, states in bf16."""
+
+    def __init__(self, model: nn.Module, *, lr: float, max_norm: float) -> None:
+        self.parameters = list(model.parameters())
+        self.max_norm = max_norm
+        config = OptimizerConfig(name="AdamW", lr=lr, implementation="native", state_dtype="bfloat16")
+        self.optimizer: Any = build_optimizer(model, config, training_dtype="bfloat16")
+        self.optimizer.set_lr(1.0)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def prepare(self) -> None:
+        self.optimizer.prepare_step()
+
+    def step(self) -> None:
+        scale = None
+        if self.max_norm > 0:
+            _, scale = clip_factor(self.parameters, self.max_norm)
+        self.optimizer.apply_step(grad_scale=scale)
+
+    def state_tensors(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for slots in self.optimizer.state_dict()["state"].values():
+            found += [value for value in slots.values() if isinstance(value, Tensor)]
+        return found
+
+
+def build_update(
+    kind: str, model: nn.Module, *, lr: float, max_norm: float, capturable: bool = False
+) -> Update:
+    """One of `UPDATES` over all parameters of the model."""
+    if kind == "native":
+        return Native(model, lr=lr, max_norm=max_norm)
+    return TorchAdamW(model, lr=lr, max_norm=max_norm, fused=kind == "torch-fused", capturable=capturable)
+
+
+@dataclass
+class TrainStep:
+    """zero_grad, forward, loss, backward, update: what every arm is timed on."""
+
+    model: nn.Module
+    update: Update
+
+    def forward_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Mean token loss, fp32 scalar on the device; gradients are left in `.grad`."""
+        loss = self.model(tokens, None, None, labels) / labels.numel()
+        loss.backward()
+        return loss.detach()
+
+    def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        self.update.prepare()
+        return self.launch(tokens, labels)
+
+    def launch(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Everything but the host side of the update."""
+        self.update.zero_grad()
+        loss = self.forward_backward(tokens, labels)
+        self.update.step()
+        return loss
+
+
+class GraphedStep:
+    """The whole step as one CUDA graph: the host launches once, whatever the number of kernels.
+
+    Weights and states are updated in place, so they are the graph's static memory; tokens and labels are
+    copied into static buffers before each replay. Gradients live only inside the graph: they are allocated
+    during capture from its pool, where the room of activations already freed is theirs, as in an eager step.
+    """
+
+    def __init__(self, step: TrainStep, tokens: Tensor, labels: Tensor, *, warmup: int = 3) -> None:
+        self.update = step.update
+        self.tokens, self.labels = tokens.clone(), labels.clone()
+        # Warm-up and capture share a stream: autograd remembers the stream on which it first accumulated a
+        # weight's gradient, and a capture must not depend on work of another one.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.first_loss = step(self.tokens, self.labels).clone()
+            for _ in range(warmup - 1):
+                step(self.tokens, self.labels)
+        torch.cuda.current_stream().wait_stream(side)
+        step.update.zero_grad()
+        # The warm-up's blocks are in the ordinary pool; the graph's pool needs the same room again.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=side):
+            self.loss = step.launch(self.tokens, self.labels)
+            step.update.zero_grad()
+
+    def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        self.update.prepare()
+        self.tokens.copy_(tokens)
+        self.labels.copy_(labels)
+        self.graph.replay()
+        return self.loss
+
+
+def timed_parts(
+    step: TrainStep, pool: list[tuple[Tensor, Tensor]], repeats: int, device: str
+) -> dict[str, float]:
+    """Median ms of forward + backward and of the update, from further steps after the timed ones."""
+    parts: dict[str, list[float]] = {"forward_backward_ms": [], "update_ms": []}
+
+    def clock(work: Callable[[], object]) -> float:
+        if device != "cuda":
+            start = time.perf_counter()
+            work()
+            return (time.perf_counter() - start) * 1e3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end)
+
+    for number in range(repeats):
+        tokens, labels = pool[number % len(pool)]
+        step.update.prepare()
+        step.update.zero_grad()
+        parts["forward_backward_ms"].append(clock(lambda t=tokens, y=labels: step.forward_backward(t, y)))
+        parts["update_ms"].append(clock(step.update.step))
+    return {name: statistics.median(values) for name, values in parts.items()}

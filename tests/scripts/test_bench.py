@@ -1,0 +1,158 @@
+"""The benchmark scripts, end to end on a CPU with a toy shape; their figures are not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.bench import harness, step, synthetic, throughput
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--device", "cpu", "--tiny", "--seq-len", "32", "--warmup", "1", "--steps", "8", "--lr", "1e-3"]
+
+
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # From another folder, and without an installed package: the scripts find the checkout themselves.
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "bench" / name), *TINY, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd="/",
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_step_writes_its_report_and_shows_that_the_methods_train(tmp_path: Path) -> None:
+    done = run_script("step.py", "--methods", "adamw-fused-eager", "native-eager", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "step.json").read_text())
+    assert [cell["name"] for cell in report["cells"]] == ["adamw-fused-eager", "native-eager"]
+    for cell in report["cells"]:
+        assert cell["trained"] and cell["last_loss"] < cell["first_loss"]
+        assert cell["timed_steps"] == len(cell["step_ms"]) == 8
+        assert cell["states_gib"] == pytest.approx(2 * cell["weights_gib"], rel=1e-3)
+    # One update, two implementations: bf16 rounding apart, they see the same losses.
+    ours, theirs = (cell["losses"] for cell in report["cells"])
+    assert ours == pytest.approx(theirs, abs=0.05)
+    assert report["machine"]["torch"] == torch.__version__
+    assert "| native-eager |" in (tmp_path / "step.md").read_text()
+    assert (tmp_path / "step.png").stat().st_size > 0
+
+
+def test_throughput_runs_arms_in_turn(tmp_path: Path) -> None:
+    arms = ["ours:none:native", "ours:full:torch-fused"]
+    done = run_script("throughput.py", "--no-compile", "--arms", *arms, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads((tmp_path / "throughput.json").read_text())["cells"]
+    assert [cell["name"] for cell in cells] == arms
+    assert all(cell["trained"] and cell["tokens_per_second"] > 0 for cell in cells)
+
+
+def test_peer_trains_where_it_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan", reason="the peer is no dependency of ours")
+    done = run_script("peer_torchtitan.py", "--attention", "sdpa", "--no-compile", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["trained"]
+
+
+@pytest.mark.parametrize(
+    ("arm", "told"),
+    [
+        ("theirs:none:native", "theirs:none:native"),
+        ("ours:some:native", "none, selective, full"),
+        ("ours:none:sdpa", "native, torch-fused"),
+        ("torchtitan:none:native", "flex, varlen, sdpa"),
+        ("ours:none:native:fsdp", "'fsdp'"),
+    ],
+)
+def test_wrong_arm_is_named(arm: str, told: str) -> None:
+    with pytest.raises(ValueError, match=arm) as error:
+        throughput.command_of(arm, [])
+    assert told in str(error.value)
+
+
+def test_peer_arm_becomes_its_command_line() -> None:
+    command = throughput.command_of("torchtitan:full:flex:fsdp:nograph", ["--steps", "3"])
+    assert command[1].endswith("peer_torchtitan.py")
+    assert command[2:] == [
+        "--ac",
+        "full",
+        "--attention",
+        "flex",
+        "--fsdp",
+        "--no-cuda-graphs",
+        "--steps",
+        "3",
+    ]
+
+
+def test_failed_cell_is_reported_and_the_next_one_runs(tmp_path: Path) -> None:
+    write = (
+        "import sys, json; json.dump({'median_ms': 1.0, 'tokens_per_second': 2.0}, open(sys.argv[-1], 'w'))"
+    )
+    cells = [
+        harness.Cell("broken", [sys.executable, "-c", "raise SystemExit('no such kernel')"]),
+        harness.Cell("stuck", [sys.executable, "-c", "import time; time.sleep(60)"]),
+        harness.Cell("good", [sys.executable, "-c", write]),
+    ]
+    broken, stuck, good = harness.run_cells(cells, tmp_path, timeout=3, budget=100)
+    assert "exit code 1" in broken["error"] and "no such kernel" in broken["error"]
+    assert "within 3 s" in stuck["error"]
+    assert "error" not in good and good["median_ms"] == 1.0
+    (late,) = harness.run_cells(cells[2:], tmp_path, timeout=3, budget=0)
+    assert late["error"] == "not run: out of time"
+
+
+@pytest.mark.parametrize("losses", [[2.0, 2.1], [2.0, float("nan")], [float("inf"), 1.0]])
+def test_method_that_does_not_train_is_not_called_trained(losses: list[float]) -> None:
+    args = step._parser().parse_args([])
+    result = harness.write_result(
+        args, arm="x", step_ms=[3.0, 1.0, 2.0], tokens_per_step=4, peaks={}, losses=losses, extra={}
+    )
+    assert not result["trained"]
+    assert result["median_ms"] == 2.0 and result["tokens_per_second"] == 2000.0
+
+
+def test_losses_are_compared_on_one_batch() -> None:
+    # Pool of 3, batches 0 1 2 0 1: the newest loss on batch 0 is the fourth.
+    assert step._last_of_first_batch([9, 8, 7, 6, 5], False, 3) == 6
+    # A captured step has one loss on batch 0 from before the rotation.
+    assert step._last_of_first_batch([10, 9, 8, 7, 6, 5], True, 3) == 6
+
+
+def test_methods_are_not_forwarded_to_a_cell() -> None:
+    argv = ["--steps", "3", "--methods", "native-eager", "native-graph", "--tiny"]
+    assert step._without(argv, "--methods") == ["--steps", "3", "--tiny"]
+
+
+def test_tokens_are_random_and_labels_follow() -> None:
+    pool = synthetic.token_pool(1000, 2, 16)
+    assert len(pool) == synthetic.POOL_SIZE
+    for tokens, labels in pool:
+        assert tokens.shape == labels.shape == (2, 16)
+        assert torch.equal(tokens[:, 1:], labels[:, :-1])
+        assert int(tokens.min()) > 0
+    assert not torch.equal(pool[0][0], pool[1][0])
+    assert torch.equal(pool[0][0], synthetic.token_pool(1000, 2, 16)[0][0])
+
+
+def test_ratio_takes_medians_over_rounds_of_arms_that_trained() -> None:
+    def outcome(name: str, rate: float, trained: bool = True) -> dict[str, object]:
+        return {"name": name, "tokens_per_second": rate, "trained": trained}
+
+    outcomes = [
+        outcome("ours:none:native", 100.0),
+        outcome("torchtitan:none:sdpa", 90.0),
+        outcome("torchtitan:none:flex", 1e9, trained=False),
+        outcome("ours:none:native", 300.0),
+        outcome("torchtitan:none:sdpa", 110.0),
+    ]
+    assert "2.000x" in throughput._ratio(outcomes)
+    assert throughput._ratio(outcomes[:1]) == ""

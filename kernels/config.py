@@ -41,6 +41,8 @@ class TileConfig:
 # multiprocessor while memory is the limit, the wide one reuses operands while multiplying is.
 _FEW_TOKENS = TileConfig(64, 128, 64, group=8, split=2, warps=4, stages=4, prefetch=True)
 _MANY_TOKENS = TileConfig(128, 256, 64, group=8, split=4, warps=8, stages=4, prefetch=True)
+# Where the epilogue holds more than the wide tile leaves registers for (fp32 states, random rounding, fp8).
+_MANY_TOKENS_HEAVY = TileConfig(128, 128, 64, group=8, split=2, warps=8, stages=4, prefetch=True)
 _SMALL = TileConfig(64, 64, 64, group=8, warps=4, stages=3)
 # fp32 operands take twice the shared memory, and products without tensor cores take many registers.
 _FP32 = TileConfig(64, 64, 16, group=8, warps=8, stages=2)
@@ -53,10 +55,10 @@ def cache_path() -> Path:
     return Path(folder) / "tiles.json"
 
 
-def shape_key(device_name: str, n: int, k: int, tokens: int, dtype: torch.dtype, slots: int) -> str:
+def shape_key(device_name: str, n: int, k: int, tokens: int, dtype: torch.dtype, codecs: str) -> str:
     """Key of the cache. Tokens are taken to the next power of two, so that near batch sizes share an entry."""
     bucket = next_power_of_2(max(tokens, 1))
-    return f"{device_name}/{n}x{k}/{bucket}/{str(dtype).removeprefix('torch.')}/{slots}"
+    return f"{device_name}/{n}x{k}/{bucket}/{str(dtype).removeprefix('torch.')}/{codecs}"
 
 
 @cache
@@ -80,24 +82,29 @@ def remember_config(key: str, config: TileConfig) -> None:
     _tuned.cache_clear()
 
 
-def choose_config(n: int, k: int, tokens: int, dtype: torch.dtype, slots: int, device: torch.device) -> TileConfig:
+def choose_config(
+    n: int, k: int, tokens: int, dtype: torch.dtype, codecs: str, device: torch.device, *, heavy: bool = False
+) -> TileConfig:
     """The tuned configuration for this device and shape, or else the table's.
 
     n, k: rows and columns of the weight. tokens: of the whole batch (per expert on average, for grouped weights).
-    dtype: of the operands. slots: states that the epilogue reads.
+    dtype: of the operands. codecs: storage of weight and states, as in the key of a tuned entry. heavy: whether the
+    epilogue needs many registers.
     """
     if INTERPRET and device.type == "cpu":
         return _INTERPRETED
     tuned = _tuned()
     if tuned:
-        key = shape_key(torch.cuda.get_device_name(device), n, k, tokens, dtype, slots)
+        key = shape_key(torch.cuda.get_device_name(device), n, k, tokens, dtype, codecs)
         if key in tuned:
             return tuned[key]
     if dtype == torch.float32:
         return _FP32
     if n <= 256 or k <= 256:
         return _SMALL
-    return _FEW_TOKENS if tokens < 2048 else _MANY_TOKENS
+    if tokens < 2048:
+        return _FEW_TOKENS
+    return _MANY_TOKENS_HEAVY if heavy else _MANY_TOKENS
 
 
 def candidate_configs(dtype: torch.dtype) -> list[TileConfig]:

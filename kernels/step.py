@@ -43,6 +43,13 @@ class Target:
         return any(part.codec.stochastic for part in self.parts)
 
     @property
+    def heavy(self) -> bool:
+        """Whether its epilogue needs many registers: fp32 storage of two or more tensors, random bits, fp8."""
+        codecs = [part.codec for part in self.parts]
+        wide = sum(codec.dtype == torch.float32 for codec in codecs) + (self.master is not None)
+        return wide >= 2 or self.stochastic or any(codec.kind == "tensor" for codec in codecs)
+
+    @property
     def codec_names(self) -> tuple[str, ...]:
         """Codec names of weight, first and second state; `fp32` stands where there is none."""
         weight = self.weight.codec.name if self.weight is not None else "fp32"

@@ -113,15 +113,17 @@ def encode_tile(
     x, lane, ptr, meta_ptr, base, off, mask, write, scale_base, scale_off, scale_mask,
     CODEC: tl.constexpr, MASKED: tl.constexpr, OBSERVE: tl.constexpr,
 ):  # fmt: skip
-    """Store fp32 [R, C] where `write` (a scalar) holds. lane: 16 random bits per element in a uint32 tile."""
+    """Store fp32 [R, C] if `write` (an int32 scalar) is not 0. lane: 16 random bits per element in a uint32 tile."""
     rows: tl.constexpr = x.shape[0]
     columns: tl.constexpr = x.shape[1]
     if CODEC & ROOT:
         x = tl.sqrt_rn(x)
+    # As a tile of one element: the interpreter cannot combine a scalar truth value with a mask.
+    stored = tl.full([1, 1], write, tl.int32) != 0
+    stored_scale = stored
     if MASKED:
-        stored = mask & write
-    else:
-        stored = write
+        stored = mask & stored
+        stored_scale = scale_mask & stored_scale
     if (CODEC & KIND) == BLOCKWISE:
         if not OBSERVE:
             if (CODEC & FORM) == 0:
@@ -132,9 +134,6 @@ def encode_tile(
                 levels: tl.constexpr = 255.0
             if MASKED:
                 x = tl.where(mask, x, 0.0)
-                stored_scale = scale_mask & write
-            else:
-                stored_scale = write
             blocks = tl.reshape(x, (rows, columns // 64, 64))
             absmax = tl.maximum(tl.max(tl.abs(blocks), axis=2), ABSMAX_FLOOR)
             inverse = tl.div_rn(tl.full(absmax.shape, levels, tl.float32), absmax)
@@ -154,7 +153,7 @@ def encode_tile(
         if MASKED:
             x = tl.where(mask, x, 0.0)
         largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
-        tl.atomic_max(meta_ptr + 2, largest, mask=write)
+        tl.atomic_max(meta_ptr + 2, largest, mask=write != 0)
         if not OBSERVE:
             # The scale is a power of two, so its reciprocal is exact: mirror the exponent.
             scale_bits = tl.load(meta_ptr + 1).to(tl.uint32, bitcast=True)
@@ -193,13 +192,14 @@ def update_tile(
     W_CODEC: tl.constexpr, S0_CODEC: tl.constexpr, S1_CODEC: tl.constexpr,
     STOCHASTIC: tl.constexpr, MASKED: tl.constexpr, OBSERVE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one step. good: scalar, whether the gradient this tile comes from is finite.
+    """One tile of one step. good: int32 scalar, 1 if the gradient that this tile comes from is finite.
 
     MASTER: the epilogue reads and writes the fp32 master, and the weight gets an encoded copy of it.
     OBSERVE: nothing is stored, only the magnitudes of fp8 tensors are collected.
     """
-    apply = tl.load(h_ptr) != 0
-    write = apply & good
+    apply = (tl.load(h_ptr) != 0).to(tl.int32)
+    write = apply * good
+    is_good = tl.full([1, 1], good, tl.int32) != 0
     if WEIGHT:
         if MASTER:
             w = load(master_ptr + base + off, mask, MASKED)
@@ -235,14 +235,14 @@ def update_tile(
     if WEIGHT:
         if MASTER:
             if not OBSERVE:
+                stored = tl.full([1, 1], write, tl.int32) != 0
                 if MASKED:
-                    store(master_ptr + base + off, w_new, mask & write)
-                else:
-                    store(master_ptr + base + off, w_new, write)
+                    stored = mask & stored
+                store(master_ptr + base + off, w_new, stored)
         w_write = write
         if (W_CODEC & KIND) == TENSORWISE:
             # The scale of the whole tensor moves, so an unapplied tile must be written again under the new one.
-            w_new = tl.where(good, w_new, w)
+            w_new = tl.where(is_good, w_new, w)
             w_write = apply
         encode_tile(
             w_new, w_lane, w_ptr, w_meta_ptr, base, off, mask, w_write, scale_base, scale_off, scale_mask,
@@ -251,7 +251,7 @@ def update_tile(
     if SLOTS >= 1:
         s0_write = write
         if (S0_CODEC & KIND) == TENSORWISE:
-            s0_new = tl.where(good, s0_new, s0)
+            s0_new = tl.where(is_good, s0_new, s0)
             s0_write = apply
         encode_tile(
             s0_new, s0_lane, s0_ptr, s0_meta_ptr, base, off, mask, s0_write, scale_base, scale_off, scale_mask,
@@ -260,7 +260,7 @@ def update_tile(
     if SLOTS >= 2:
         s1_write = write
         if (S1_CODEC & KIND) == TENSORWISE:
-            s1_new = tl.where(good, s1_new, s1)
+            s1_new = tl.where(is_good, s1_new, s1)
             s1_write = apply
         encode_tile(
             s1_new, s1_lane, s1_ptr, s1_meta_ptr, base, off, mask, s1_write, scale_base, scale_off, scale_mask,

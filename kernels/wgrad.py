@@ -50,11 +50,16 @@ def _operands(dy: Tensor, x: Tensor, offsets: Tensor | None, expected: torch.Siz
     return operands
 
 
-def config_for(dy: Tensor, x: Tensor, slots: int = 2, experts: int = 1) -> TileConfig:
-    """The tile configuration that a launch on these operands chooses by itself."""
-    tokens = cdiv(dy.numel() // max(dy.shape[-1], 1), experts)
+def config_for(dy: Tensor, x: Tensor, target: Target | None = None, experts: int = 1) -> TileConfig:
+    """The tile configuration that a launch on these operands (and this target) chooses by itself.
+
+    dy [T, N], x [T, K]. Pass it to both sides of a comparison that is to be bit for bit.
+    """
+    tokens = cdiv(dy.shape[0], experts)
     dtype = dy.dtype if dy.dtype == x.dtype else torch.float32
-    return choose_config(dy.shape[-1], x.shape[-1], tokens, dtype, slots, dy.device)
+    names = "-".join(target.codec_names) if target is not None else "gradient"
+    heavy = target is not None and target.heavy
+    return choose_config(dy.shape[1], x.shape[1], tokens, dtype, names, dy.device, heavy=heavy)
 
 
 def tile_count(shape: Sequence[int], config: TileConfig) -> int:
@@ -101,7 +106,7 @@ def fused_wgrad_update(
     check_hyper(epilogue, hyper, rng, target.stochastic)
     if config is None:
         experts = target.shape[0] if offsets is not None else 1
-        config = config_for(operands.dy, operands.x, len(epilogue.slots), experts)
+        config = config_for(operands.dy, operands.x, target, experts)
     if norm_partials is not None and norm_partials.numel() < tile_count(target.shape, config):
         raise ValueError(f"norm_partials holds {norm_partials.numel()} of {tile_count(target.shape, config)} tiles")
     parts = {f"{name}": part for name, part in zip(("s0", "s1"), target.states)}

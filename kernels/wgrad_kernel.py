@@ -158,7 +158,7 @@ def wgrad_kernel(
             column = j * BLOCK_K + piece * width
             block = tl.arange(0, width // 64)
             update_tile(
-                pieces[piece], bad == 0, base + piece * width, n[:, None] * K + kk[None, :],
+                pieces[piece], 1 - bad, base + piece * width, n[:, None] * K + kk[None, :],
                 n_inside[:, None] & (column + kk < K)[None, :],
                 first_row * blocks + column // 64, n[:, None] * blocks + block[None, :],
                 n_inside[:, None] & (column // 64 + block < blocks)[None, :],

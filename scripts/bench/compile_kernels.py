@@ -1,0 +1,253 @@
+"""Compile every epilogue with every storage form for Hopper (sm_90), on a machine without a GPU.
+
+Reports registers, spills and shared memory of each kernel as ptxas states them, and exits 1 if one does not compile.
+
+    python scripts/bench/compile_kernels.py [--quick] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from titanforge.kernels._triton import LAUNCH_OPTIONS
+from titanforge.kernels.codecs import CODECS
+from titanforge.kernels.config import _FEW_TOKENS, _FP32, _MANY_TOKENS, _MANY_TOKENS_HEAVY, _SMALL, TileConfig
+from titanforge.kernels.embedding import embedding_kernel
+from titanforge.kernels.epilogues import EPILOGUES, Epilogue
+from titanforge.kernels.flat import BLOCKS, flat_kernel
+from titanforge.kernels.wgrad_kernel import wgrad_kernel
+
+POINTER = {
+    "fp32": "*fp32",
+    "bf16": "*bf16",
+    "bf16_sr": "*bf16",
+    "fp16": "*fp16",
+    "int8": "*i8",
+    "int8_sr": "*i8",
+}
+RECIPES: dict[str, tuple[str, dict[str, str], bool]] = {
+    # name: weight codec, state codec by slot kind, fp32 master
+    "fp32": ("fp32", dict.fromkeys(("signed", "square", "magnitude"), "fp32"), False),
+    "bf16": ("bf16", dict.fromkeys(("signed", "square", "magnitude"), "bf16"), False),
+    "bf16_master": ("bf16", dict.fromkeys(("signed", "square", "magnitude"), "fp32"), True),
+    "bf16_sr": ("bf16_sr", dict.fromkeys(("signed", "square", "magnitude"), "bf16_sr"), False),
+    "int8": ("bf16", {"signed": "int8", "square": "uint8_root", "magnitude": "uint8"}, False),
+    "int8_sr": ("bf16_sr", {"signed": "int8_sr", "square": "uint8_root_sr", "magnitude": "uint8_sr"}, False),
+    "fp8": ("fp8_e4m3", {"signed": "fp8_e5m2", "square": "fp8_root", "magnitude": "fp8_magnitude"}, False),
+}
+
+
+def _codecs(recipe: str, epilogue: Epilogue) -> tuple[list[str], bool]:
+    weight, by_kind, master = RECIPES[recipe]
+    states = [by_kind[kind] for kind in epilogue.slot_kinds]
+    return [weight if epilogue.updates_weight else "fp32", *states, *["fp32"] * (2 - len(states))], master
+
+
+def _epilogue_constants(epilogue: Epilogue, recipe: str) -> dict[str, Any]:
+    names, master = _codecs(recipe, epilogue)
+    return {
+        "EPILOGUE": epilogue.jit, "SLOTS": len(epilogue.slots), "WEIGHT": epilogue.updates_weight,
+        "MASTER": master and epilogue.updates_weight,
+        **{key: CODECS[name].code for key, name in zip(("W_CODEC", "S0_CODEC", "S1_CODEC"), names)},
+        "STOCHASTIC": any(CODECS[name].stochastic for name in names), "OBSERVE": False,
+    }  # fmt: skip
+
+
+def _pointer(name: str) -> str:
+    return POINTER.get(name, "*u8")
+
+
+def _part_pointers(epilogue: Epilogue, recipe: str) -> dict[str, str | None]:
+    names, master = _codecs(recipe, epilogue)
+    has = (epilogue.updates_weight, len(epilogue.slots) >= 1, len(epilogue.slots) >= 2)
+    return {
+        **{f"{key}_ptr": _pointer(name) if there else None for key, name, there in zip(("w", "s0", "s1"), names, has)},
+        **{f"{key}_meta_ptr": "*fp32" if there else None for key, there in zip(("w", "s0", "s1"), has)},
+        "master_ptr": "*fp32" if master and epilogue.updates_weight else None,
+        "h_ptr": "*fp32", "rng_ptr": "*i64",
+    }  # fmt: skip
+
+
+def wgrad_source(
+    epilogue: Epilogue, recipe: str, config: TileConfig, *, masked: bool, grouped: bool, operand: str = "*bf16",
+    store: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:  # fmt: skip
+    """(argument types, constants, launch options) of one specialisation of the weight-gradient kernel."""
+    types: dict[str, Any] = {
+        "dy_ptr": operand, "x_ptr": operand, "offsets_ptr": "*i32" if grouped else None,
+        "gradient_ptr": "*fp32" if store else None, "bias_gradient_ptr": None, "norm_ptr": "*fp32",
+        "nonfinite_ptr": "*i32", **_part_pointers(epilogue, recipe), "tensor_id": "i32",
+        **dict.fromkeys(("N", "K", "T", "dy_stride_t", "x_stride_t"), "i32"),
+        "dy_stride_n": None, "x_stride_k": None,
+    }  # fmt: skip
+    constants = {
+        **_epilogue_constants(epilogue, recipe), "STORE_GRADIENT": store, "GROUPED": grouped, "BIAS": False,
+        "NORM": True, "COUNT": True, "TO_FP32": False, "PRECISION": "ieee", "MASK_T": masked or grouped,
+        "MASK_N": masked, "MASK_K": masked, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+        "BLOCK_T": config.block_t, "GROUP": config.group, "SPLIT": config.split,
+        "PREFETCH": config.prefetch and not masked, "dy_stride_n": 1, "x_stride_k": 1,
+    }  # fmt: skip
+    return types, constants, {"num_warps": config.warps, "num_stages": config.stages}
+
+
+def flat_source(
+    epilogue: Epilogue, recipe: str, *, aligned: bool
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
+    """The same of the flat kernel."""
+    import triton.language as tl
+
+    names, _ = _codecs(recipe, epilogue)
+    element = {
+        "*fp32": tl.float32,
+        "*bf16": tl.bfloat16,
+        "*fp16": tl.float16,
+        "*i8": tl.int8,
+        "*u8": tl.uint8,
+    }
+    types = {
+        "table_ptr": "*i64", "chunk_ptr": "*i32", "h_ptr": "*fp32", "rng_ptr": "*i64", "norm_ptr": None,
+        "nonfinite_ptr": "*i32", "hyper_length": "i32",
+    }  # fmt: skip
+    constants = {
+        **_epilogue_constants(epilogue, recipe), "G_TYPE": tl.float32, "COUNT": True, "NORM": False,
+        **{f"{key}_TYPE": element[_pointer(name)] for key, name in zip(("W", "S0", "S1"), names)},
+        "BLOCKS": BLOCKS, "ALIGNED": aligned, "MASKED": not aligned,
+    }  # fmt: skip
+    return types, constants, {"num_warps": 4, "num_stages": 1}
+
+
+def embedding_source(
+    epilogue: Epilogue, recipe: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
+    """The same of the embedding kernel."""
+    types = {
+        "dy_ptr": "*bf16", "order_ptr": "*i64", "bounds_ptr": "*i64", "gradient_ptr": None, "norm_ptr": None,
+        "nonfinite_ptr": "*i32", **_part_pointers(epilogue, recipe), "tensor_id": "i32", "D": "i32", "dy_stride_t": "i32",
+    }  # fmt: skip
+    constants = {
+        **_epilogue_constants(epilogue, recipe), "STORE_GRADIENT": False, "NORM": False, "COUNT": True, "MASKED": False,
+        "BLOCK_D": 1024, "BLOCK_T": 4,
+    }  # fmt: skip
+    return types, constants, {"num_warps": 4, "num_stages": 1}
+
+
+def compile_one(
+    function: Any, types: dict[str, Any], constants: dict[str, Any], options: dict[str, int]
+) -> dict[str, Any]:
+    """Compile one specialisation and return what ptxas says of it."""
+    names = function.arg_names
+    signature = {name: types.get(name) or "constexpr" for name in names}
+    values = {(names.index(name),): constants.get(name) for name in names if signature[name] == "constexpr"}
+    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name] not in ("constexpr",)
+                 and name not in ("tensor_id", "T", "hyper_length")}  # fmt: skip
+    source = ASTSource(function, signature, values, divisible)
+    started = time.perf_counter()
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, **LAUNCH_OPTIONS})
+    report = {"seconds": round(time.perf_counter() - started, 2), "shared_bytes": kernel.metadata.shared}
+    return {**report, **_ptxas_report(kernel.asm["ptx"]), "ptx": kernel.asm["ptx"]}
+
+
+def _ptxas_report(ptx: str) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        arch = "sm_90a" if "sm_90a" in ptx else "sm_90"
+        done = subprocess.run(
+            [get_ptxas(90).path, "-v", f"-arch={arch}", "--fmad=false", str(path), "-o", str(path.with_suffix(".cubin"))],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode != 0:
+            raise RuntimeError(f"ptxas: {done.stderr}")
+
+    def number(pattern: str) -> int:
+        return int(m.group(1)) if (m := re.search(pattern, done.stderr)) else 0
+
+    return {
+        "registers": number(r"Used (\d+) registers"),
+        "spill_store_bytes": number(r"(\d+) bytes spill stores"),
+        "spill_load_bytes": number(r"(\d+) bytes spill loads"),
+    }
+
+
+def jobs(quick: bool) -> list[tuple[str, Any, tuple[dict[str, Any], dict[str, Any], dict[str, int]]]]:
+    """(name, kernel, specialisation) of everything to compile."""
+    adamw = EPILOGUES["adamw"]
+    listed: list[tuple[str, Any, Any]] = []
+    for recipe in RECIPES:
+        for epilogue in [adamw] if quick else EPILOGUES.values():
+            source = wgrad_source(epilogue, recipe, _FEW_TOKENS, masked=False, grouped=False)
+            listed.append((f"wgrad/few_tokens/{epilogue.name}/{recipe}", wgrad_kernel, source))
+            listed.append(
+                (f"flat/{epilogue.name}/{recipe}", flat_kernel, flat_source(epilogue, recipe, aligned=True))
+            )
+        heavy = recipe not in ("bf16", "int8")
+        config = _MANY_TOKENS_HEAVY if heavy else _MANY_TOKENS
+        wide = wgrad_source(adamw, recipe, config, masked=False, grouped=False)
+        listed.append((f"wgrad/many_tokens/adamw/{recipe}", wgrad_kernel, wide))
+        grouped = wgrad_source(adamw, recipe, _SMALL, masked=True, grouped=True)
+        listed.append((f"wgrad/grouped_ragged/adamw/{recipe}", wgrad_kernel, grouped))
+        listed.append((f"embedding/adamw/{recipe}", embedding_kernel, embedding_source(adamw, recipe)))
+        if not quick:
+            ragged = flat_source(adamw, recipe, aligned=False)
+            listed.append((f"flat_ragged/adamw/{recipe}", flat_kernel, ragged))
+    stored = wgrad_source(adamw, "bf16", _FEW_TOKENS, masked=False, grouped=False, store=True)
+    listed.append(("wgrad/store_gradient", wgrad_kernel, stored))
+    full = wgrad_source(adamw, "fp32", _FP32, masked=False, grouped=False, operand="*fp32")
+    listed.append(("wgrad/fp32_operands/adamw/fp32", wgrad_kernel, full))
+    return listed
+
+
+def main() -> int:
+    """Compile, print one line each, write compile.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="AdamW only")
+    parser.add_argument("--out", type=Path, help="folder for compile.json")
+    parser.add_argument("--only", default="", help="substring of the names to compile")
+    arguments = parser.parse_args()
+    reports, failures = [], 0
+    for name, function, source in jobs(arguments.quick):
+        if arguments.only not in name:
+            continue
+        try:
+            report = compile_one(function, *source)
+        except Exception as error:
+            failures += 1
+            print(f"{name:48s} FAILED {type(error).__name__}: {str(error)[-400:]}", flush=True)
+            continue
+        wgmma = len(re.findall("wgmma.mma_async", report.pop("ptx")))
+        reports.append({"kernel": name, **report, "wgmma": wgmma})
+        print(
+            f"{name:48s} registers {report['registers']:4d}  spills {report['spill_store_bytes']:5d} B  "
+            f"shared {report['shared_bytes']:6d} B  wgmma {wgmma}  {report['seconds']:.1f} s",
+            flush=True,
+        )
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        configs = {
+            "few_tokens": asdict(_FEW_TOKENS),
+            "many_tokens": asdict(_MANY_TOKENS),
+            "small": asdict(_SMALL),
+        }
+        result = {"triton": triton.__version__, "configs": configs, "failures": failures, "kernels": reports}
+        (arguments.out / "compile.json").write_text(json.dumps(result, indent=1))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -162,3 +162,24 @@ def test_compiled_head_is_the_same_head():
     with torch.no_grad():
         torch.testing.assert_close(compiled(hidden, labels), expected)
         torch.testing.assert_close(compiled(hidden), plain(hidden))
+
+
+def test_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="no tokens"):
+        chunked_linear_cross_entropy(
+            torch.zeros(0, D), torch.zeros(V, D), torch.zeros(0, dtype=torch.int64), 4
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("chunk", [5, 100])
+def test_cuda_bfloat16_is_near_float64(chunk):
+    hidden, weight, labels = inputs(torch.bfloat16)
+    true_loss, true_hidden, true_weight = expected(hidden, weight, labels)
+    hidden, weight = (t.detach().cuda().requires_grad_() for t in (hidden, weight))
+    loss = chunked_linear_cross_entropy(hidden, weight, labels.cuda(), chunk)
+    loss.backward()
+    assert loss.item() == pytest.approx(true_loss.item(), rel=1.5e-2)
+    for gradient, true in ((hidden.grad, true_hidden), (weight.grad, true_weight)):
+        assert (gradient.cpu().double() - true).norm() <= 1.5e-2 * true.norm()

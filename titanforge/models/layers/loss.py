@@ -19,6 +19,9 @@ CHUNK_LOGITS = 2**28
 """Most logits held at once: 1 GiB in float32, 2048 tokens of Llama 3's vocabulary."""
 
 
+SUM_ROWS = 16384
+"""Rows of the weight gradient that are summed at once."""
+
 LogitsGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], "tuple[torch.Tensor, ...]"]
 
 
@@ -36,6 +39,25 @@ def loss_and_logits_gradient(
     loss = -target_log_p_C1.masked_fill(ignored_C1, 0.0).sum()
     grad_CV = log_p_CV.exp_().to(logits_CV.dtype)
     return loss, grad_CV.scatter(1, target_C1, torch.expm1(target_log_p_C1).to(logits_CV.dtype))
+
+
+def add_product(sum_VD: torch.Tensor, a_VC: torch.Tensor, b_CD: torch.Tensor, beta: int) -> None:
+    """``sum ← beta · sum + a b`` in place; with beta = 0 what ``sum`` held is not read.
+
+    On CUDA a wider ``sum`` takes the product before it is rounded, in the matrix product's own last step:
+    half the time of a product and an addition. torch makes a copy of the sum for it, hence a block of rows at
+    a time.
+    """
+    if sum_VD.dtype == a_VC.dtype:
+        torch.addmm(sum_VD, a_VC, b_CD, beta=beta, out=sum_VD)
+    elif sum_VD.is_cuda:
+        for rows in range(0, sum_VD.shape[0], SUM_ROWS):
+            part_RD, a_RC = sum_VD[rows : rows + SUM_ROWS], a_VC[rows : rows + SUM_ROWS]
+            torch.addmm(part_RD, a_RC, b_CD, beta=beta, out_dtype=sum_VD.dtype, out=part_RD)
+    elif beta == 0:
+        sum_VD.copy_(a_VC @ b_CD)
+    else:
+        sum_VD.add_(a_VC @ b_CD)
 
 
 class ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -62,11 +84,13 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         logits_gradient: LogitsGradient,
     ) -> torch.Tensor:
         N = hidden_ND.shape[0]
+        if N == 0:
+            raise ValueError("no tokens: the loss of an empty batch has no meaning")
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         sum_dtype = wide if chunk_tokens < N else weight_VD.dtype
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype) if need_weight else None
+        grad_weight_VD = torch.empty_like(weight_VD, dtype=sum_dtype) if need_weight else None
         for start in range(0, N, chunk_tokens):
             h_CD = hidden_ND[start : start + chunk_tokens]
             labels_C1 = labels_N[start : start + chunk_tokens, None]
@@ -84,7 +108,8 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
                 grad_h_CD = (grad_logits_CV @ weight_VD).masked_fill(ignored_C1, 0.0)
                 grad_hidden_ND[start : start + chunk_tokens] = grad_h_CD
             if grad_weight_VD is not None:
-                grad_weight_VD += grad_logits_CV.t() @ h_CD.masked_fill(ignored_C1, 0.0)
+                h_CD = h_CD.masked_fill(ignored_C1, 0.0)
+                add_product(grad_weight_VD, grad_logits_CV.t(), h_CD, beta=0 if start == 0 else 1)
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return loss

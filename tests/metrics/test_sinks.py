@@ -195,7 +195,6 @@ def test_wandb_mode(no_wandb_login: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_wandb_offline_run_and_resume(
     no_wandb_login: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CONSOLE", "off")
     monkeypatch.setenv("WANDB_PROJECT", "from-the-environment")
     config = {"training": {"steps": 4}, "model": {"name": "llama3"}}

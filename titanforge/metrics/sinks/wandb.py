@@ -88,7 +88,7 @@ class WandbSink:
             "group": os.environ.get("WANDB_RUN_GROUP") or None,
             "name": f"{name}-rank{rank}" if name and rank else name,
             # Its closing block would bury the summary that says where everything is.
-            "settings": wandb.Settings(silent="true"),
+            "settings": None if "WANDB_SILENT" in os.environ else wandb.Settings(silent=True),
         }
         mode = choose_mode()
         try:

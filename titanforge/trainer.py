@@ -159,6 +159,8 @@ class Trainer:
         )
         if config.compile.enable and "model" in config.compile.components:
             apply_compile(model, config.compile.backend)
+        if config.compile.enable and "loss" in config.compile.components:
+            model.output.compile(backend=config.compile.backend, fullgraph=True)
         compute = training.mixed_precision_param if training.dtype == "float32" else training.dtype
         param_dtype = DTYPES[compute]
         shard_mesh = self.dims.get_optional_mesh("dp_shard")

@@ -22,7 +22,7 @@ CHUNK_LOGITS = 2**28
 SUM_ROWS = 16384
 """Rows of the weight gradient that are summed at once."""
 
-LogitsGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], "tuple[torch.Tensor, ...]"]
+LogitsGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], tuple[torch.Tensor, ...]]
 
 
 def loss_and_logits_gradient(

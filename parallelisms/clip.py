@@ -113,7 +113,7 @@ def _local_gradient(gradient: Tensor) -> Tensor:
             f"a gradient of shape {tuple(gradient.shape)} has placements {gradient.placements}: "
             "reduce partial sums before taking the norm."
         )
-    return gradient.detach().to_local()
+    return gradient.to_local().detach()
 
 
 def _compute_device(parameters: list[Tensor]) -> torch.device:

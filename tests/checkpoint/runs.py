@@ -40,7 +40,10 @@ class TinyRun:
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
             apply_fsdp(self.model, mesh["dp_shard"], torch.float32)
         self.moments = {
-            name: {"exp_avg": torch.zeros_like(p.detach()) + p.detach() * 2, "step": torch.tensor(float(seed))}
+            name: {
+                "exp_avg": torch.zeros_like(p.detach()) + p.detach() * 2,
+                "step": torch.tensor(float(seed)),
+            }
             for name, p in self.model.named_parameters()
         }
         self.step, self.seed = seed, seed

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -34,6 +36,7 @@ from torch.futures import Future
 from titanforge.checkpoint.layout import (
     CONFIG,
     STATE,
+    CheckpointError,
     fingerprint,
     publish,
     read_marker,
@@ -46,6 +49,13 @@ _TABLE = ".metadata"
 
 def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
+
+
+def explain(error: BaseException) -> str:
+    """What went wrong on each rank, in a line; DCP's own message is a page of tracebacks."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    return "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
 
 
 # ------------------------------------------------------------------ writing
@@ -180,8 +190,15 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], group: ProcessGroup) 
     """Fill ``tensors`` in place from a checkpoint written by any number of ranks; collective.
 
     Names and shapes must have been compared with ``read_table`` before. Dtypes are converted.
+
+    Raises:
+        CheckpointError: a rank could not read its share, or refused what it found.
     """
-    dcp.load(tensors, storage_reader=_SafeReader(folder), planner=_TensorsOnlyPlanner(), process_group=group)
+    reader, planner = _SafeReader(folder), _TensorsOnlyPlanner()
+    try:
+        dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group)
+    except CheckpointException as error:
+        raise CheckpointError(f"reading {folder} failed ({explain(error)}).") from error
 
 
 def read_json(folder: Path, name: str) -> Any:

@@ -124,18 +124,18 @@ def read_marker(folder: Path) -> dict[str, Any]:
     if content.get("version") != _VERSION:
         raise ValueError(f"{MARKER} has version {content.get('version')!r}; this code reads {_VERSION}")
     files = content.get("files")
-    well_formed = isinstance(files, dict) and all(
-        isinstance(facts, dict)
-        and isinstance(facts.get("bytes"), int)
-        and isinstance(facts.get("crc32"), str)
-        for facts in files.values()
-    )
-    if not well_formed:
+    if not isinstance(files, dict) or not all(map(_is_fingerprint, files.values())):
         raise ValueError(f"{MARKER} lists no files")
     # Nothing outside the folder may be reached through a name.
     if any(Path(name).name != name or name in ("", ".", "..") for name in files):
         raise ValueError(f"{MARKER} names a file outside its folder")
     return content
+
+
+def _is_fingerprint(facts: Any) -> bool:
+    if not isinstance(facts, dict):
+        return False
+    return isinstance(facts.get("bytes"), int) and isinstance(facts.get("crc32"), str)
 
 
 def why_incomplete(folder: Path) -> str | None:

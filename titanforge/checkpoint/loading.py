@@ -91,8 +91,8 @@ def newest_usable(
         reason = why_unusable(step_folder(folder, load_step), group)
         if reason is not None:
             raise CheckpointError(
-                f"checkpoint.load_step = {load_step}: {step_folder(folder, load_step)} is unusable: {reason}. "
-                "Choose another step, or -1 for the newest good one."
+                f"checkpoint.load_step = {load_step}: {step_folder(folder, load_step)} is unusable: "
+                f"{reason}. Choose another step, or -1 for the newest good one."
             )
         return step_folder(folder, load_step), []
     skipped = []

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from titanforge.checkpoint import json_state, layout, loading, safetensors_format
-from titanforge.checkpoint.dcp_format import MarkedWriter
+from titanforge.checkpoint.dcp_format import MarkedWriter, explain
 from titanforge.checkpoint.layout import CheckpointError
 from titanforge.checkpoint.loading import RANK_PARTS, TENSOR_PARTS, on_main
 
@@ -77,7 +77,8 @@ class CheckpointManager:
         unknown = set(settings.exclude_from_loading) - set(_PARTS)
         if unknown:
             raise ValueError(
-                f"checkpoint.exclude_from_loading: {sorted(unknown)} is no part; there are {', '.join(_PARTS)}."
+                f"checkpoint.exclude_from_loading: {sorted(unknown)} is no part. There are: "
+                f"{', '.join(_PARTS)}."
             )
         if settings.keep_latest_k == 1 or settings.keep_latest_k < 0:
             raise ValueError(
@@ -187,9 +188,8 @@ class CheckpointManager:
                 self._stager = None
 
     def _save_error(self, step: int, error: BaseException) -> CheckpointError:
-        causes = "; ".join(str(e[0] if isinstance(e, tuple) else e) for e in _failures(error).values())
         return CheckpointError(
-            f"saving step {step} to {self.folder} failed ({causes or error}). Older checkpoints are intact."
+            f"saving step {step} to {self.folder} failed ({explain(error)}). Older checkpoints are intact."
         )
 
     def _purge(self) -> None:
@@ -303,7 +303,8 @@ class CheckpointManager:
         if kind == "weights":
             if not model_only:
                 raise ValueError(
-                    f"checkpoint.initial_load_model_only = false, but {path} holds weights alone; set it to true."
+                    f"checkpoint.initial_load_model_only = false, but {path} holds weights alone; set it "
+                    "to true."
                 )
             loading.read_foreign_weights(path, live["model"], self._group)
             self.loaded_from = path
@@ -352,7 +353,3 @@ def _kind(path: Path) -> str:
         f"checkpoint.initial_load_path = {str(path)!r} is neither a titanforge checkpoint nor safetensors. "
         "Weights of other programs are read from .safetensors alone, because other formats can run code."
     )
-
-
-def _failures(error: BaseException) -> dict[int, Any]:
-    return error.failures if isinstance(error, CheckpointException) else {}

@@ -19,6 +19,11 @@ SHARD_BYTES = 5 << 30  # per file: what other tools expect, and bounds the host 
 _ALIASES = "titanforge_aliases"
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory with ``tensor``."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Names whose tensor is another name's (tied weights), mapped to that first name.
 
@@ -27,7 +32,7 @@ def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[tuple, str] = {}
     aliases = {}
     for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor)
         if local.numel() == 0:
             continue
         key = (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
@@ -43,11 +48,12 @@ class Exporter:
 
     Args:
         dtype: what floating-point weights are stored as; the cast comes before the gather.
-        shard_bytes: largest file; a single ``model.safetensors`` if all fits in one.
+
+    One ``model.safetensors`` if all fits in ``SHARD_BYTES``, else numbered files and an index.
     """
 
-    def __init__(self, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> None:
-        self.dtype, self.shard_bytes = dtype, shard_bytes
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
 
     def plan(self, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> list[list[str]]:
         """Names of each file, in order; the same on every rank."""
@@ -57,7 +63,7 @@ class Exporter:
             if name in aliases:
                 continue
             width = self._stored_dtype(tensor).itemsize
-            if files[-1] and size + tensor.numel() * width > self.shard_bytes:
+            if files[-1] and size + tensor.numel() * width > SHARD_BYTES:
                 files.append([])
                 size = 0
             files[-1].append(name)
@@ -132,14 +138,13 @@ def read_weights(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, s
 
 def _fill(name: str, tensor: Tensor, opened, source: str) -> None:
     stored = opened.get_slice(source)
-    if tuple(stored.get_shape()) != tuple(tensor.shape):
-        raise ValueError(
-            f"{name} has shape {tuple(stored.get_shape())} in the file and {tuple(tensor.shape)} in the model."
-        )
+    there, here = tuple(stored.get_shape()), tuple(tensor.shape)
+    if there != here:
+        raise ValueError(f"{name} has shape {there} in the file and {here} in the model.")
     if not isinstance(tensor, DTensor):
         tensor.detach().copy_(opened.get_tensor(source))
         return
-    local = tensor.detach().to_local()
+    local = local_tensor(tensor)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if local.numel():
         local.copy_(stored[tuple(slice(o, o + n) for o, n in zip(offset, shape))])

@@ -250,18 +250,19 @@ def test_load_names_what_does_not_fit() -> None:
 
 def test_window_of_hyperparameters_is_refilled() -> None:
     groups = build_groups(Model(), Optimizer(name="NAdam"))
-    pairs = [(group.rule, group.options) for group in groups]
+    pairs = [(groups[0].rule, [group.options for group in groups])]
     small = HyperTable(pairs, torch.device("cpu"), window=3)
     large = HyperTable(pairs, torch.device("cpu"), window=100)
     for step in range(20):
         flag = torch.tensor(float(step % 4 != 2))
         for table in (small, large):
-            table.prepare([0.5, 0.25])
+            table.prepare([[0.5, 0.25]])
             table.select(flag, torch.tensor(2.0))
-        for a, b in zip(small.vectors(), large.vectors()):
-            assert torch.equal(a, b)
-            assert a[0] == flag and a[3] == 2.0
-        assert [float(v[1]) for v in small.vectors()] == [0.5, 0.25]
+        (a,), (b,) = small.tables(), large.tables()
+        assert torch.equal(a, b)
+        assert a[:, 0].tolist() == [float(flag)] * 2
+        assert a[:, 1].tolist() == [0.5, 0.25]
+        assert a[:, 3].tolist() == [2.0, 2.0]
         small.advance(flag)
         large.advance(flag)
     assert int(small.count) == 15

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanforge.kernels.codecs import plain_codec
 from titanforge.optim.elementwise import SGD
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import UpdateRule
@@ -76,7 +77,7 @@ class TorchOptimizer:
         states: dict[str, dict[str, Tensor]] = {}
         rule = self.groups[0].rule
         for (name, param), local in zip(self._params, self._locals):
-            own = {slot.name: new_state(param, slot, param.dtype) for slot in rule.slots}
+            own = {slot.name: new_state(param, slot, plain_codec(param.dtype)).values for slot in rule.slots}
             states[name] = own
             if isinstance(rule, SGD):
                 if rule.use_momentum:

@@ -17,6 +17,7 @@ from titanforge.optim.param_groups import (
     named_trainable_parameters,
 )
 from titanforge.optim.registry import build_rule
+from titanforge.optim.states import Recipe
 
 
 class ScalarOptions(Protocol):
@@ -59,12 +60,13 @@ class OptimizerOptions(Protocol):
 
 
 def build_optimizer(
-    model: nn.Module, options: OptimizerOptions, training_dtype: str
+    model: nn.Module, options: OptimizerOptions, training_dtype: str, *, seed: int = 0
 ) -> RuleOptimizer | TorchOptimizer:
     """The optimizer of a model that has its memory, and its weights if there are master weights.
 
     options: the `[optimizer]` section.
     training_dtype: how weights are stored, `float32` or `bfloat16`.
+    seed: of stochastic rounding.
     Raises ValueError, naming the key, for a combination that is not possible.
     """
     groups = build_groups(model, options)
@@ -74,7 +76,7 @@ def build_optimizer(
             f'training.dtype = {training_dtype!r} set it to "none"'
         )
     if options.implementation == "native":
-        return RuleOptimizer(groups, state_dtype=options.state_dtype, master_weights=options.master_weights)
+        return RuleOptimizer(groups, Recipe(options.state_dtype, options.master_weights), seed=seed)
     for key, value, only in (
         # torch.optim keeps states in the weights' dtype: the default is not read.
         ("state_dtype", options.state_dtype, ("float32", training_dtype)),

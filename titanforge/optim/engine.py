@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanforge.kernels.codecs import Codec
 from titanforge.optim.hyper_table import HyperTable
 from titanforge.optim.local_update import (
     LocalWeight,
@@ -18,9 +19,17 @@ from titanforge.optim.local_update import (
 )
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule, UpdateRule
-from titanforge.optim.states import MASTER_SLOT, load_states, local_tensor, new_state, refuse_sharded
-
-STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from titanforge.optim.states import (
+    MASTER_SLOT,
+    Fp8Scales,
+    Recipe,
+    StoredState,
+    load_states,
+    local_tensor,
+    new_state,
+    refuse_sharded,
+    tensor_id,
+)
 
 
 @dataclass
@@ -29,11 +38,36 @@ class _Entry:
 
     name: str
     param: nn.Parameter
-    states: dict[str, Tensor]
+    states: list[StoredState]
     master: Tensor | None
+    codec: Codec | None
+    tensor_id: int
+    hyper_row: int
 
     def saved(self) -> dict[str, Tensor]:
-        return self.states if self.master is None else {**self.states, MASTER_SLOT: self.master}
+        tensors = {key: tensor for state in self.states for key, tensor in state.saved().items()}
+        return tensors if self.master is None else {**tensors, MASTER_SLOT: self.master}
+
+    def item(self) -> LocalWeight:
+        weight = local_tensor(self.param).detach()
+        return LocalWeight(
+            weight=weight if self.master is None else local_tensor(self.master),
+            gradient=None if self.param.grad is None else local_tensor(self.param.grad),
+            states=tuple(state.local for state in self.states),
+            copy=None if self.master is None else weight,
+            codec=self.codec,
+            tensor_id=self.tensor_id,
+            hyper_row=self.hyper_row,
+        )
+
+
+@dataclass
+class _Family:
+    """The groups of one rule, whose weights are updated together."""
+
+    rule: UpdateRule
+    groups: list[ParamGroupSpec]
+    entries: list[_Entry]
 
 
 class RuleOptimizer:
@@ -45,59 +79,59 @@ class RuleOptimizer:
     parameter are DTensors of its placement; updates run on the local parts, which may be empty.
 
     groups: every trainable parameter once (see `build_param_groups`).
-    state_dtype: storage of the states that have the weight's shape; statistics stay float32.
-    master_weights: `float32` keeps an fp32 copy of each bfloat16 weight, which the rule updates.
+    recipe: how states and weights are stored.
+    seed: of stochastic rounding; the bits depend on it, the step, the parameter's name and the coordinate.
     """
 
     def __init__(
-        self,
-        groups: Sequence[ParamGroupSpec],
-        *,
-        state_dtype: str = "float32",
-        master_weights: str = "none",
+        self, groups: Sequence[ParamGroupSpec], recipe: Recipe | None = None, *, seed: int = 0
     ) -> None:
-        if state_dtype not in STATE_DTYPES:
-            raise ValueError(
-                f"optimizer.state_dtype = {state_dtype!r} is not supported by the unfused engine; "
-                f"valid: {', '.join(STATE_DTYPES)}"
-            )
-        if master_weights not in ("none", "float32"):
-            raise ValueError(
-                f"optimizer.master_weights = {master_weights!r} is not supported by the unfused engine; "
-                "valid: none, float32"
-            )
+        recipe = recipe or Recipe()
         self.groups = list(groups)
         devices = {param.device for group in self.groups for param in group.params}
         if len(devices) != 1:
-            raise ValueError(
-                f"one optimizer needs all weights on one device, not on {sorted(map(str, devices))}"
-            )
+            names = sorted(map(str, devices))
+            raise ValueError(f"one optimizer needs all weights on one device, not on {names}")
         self._device = devices.pop()
         if self._device.type == "meta":
             raise ValueError("build the optimizer after the model has been given memory (it is on meta)")
-        dtype = STATE_DTYPES[state_dtype]
-        self._entries = [
-            [self._new_entry(group.rule, name, param, dtype, master_weights) for name, param in _named(group)]
-            for group in self.groups
-        ]
-        self._table = HyperTable([(group.rule, group.options) for group in self.groups], self._device)
+        self._families = [self._new_family(members, recipe) for members in _by_rule(self.groups)]
+        self._table = HyperTable(
+            [(family.rule, [group.options for group in family.groups]) for family in self._families],
+            self._device,
+        )
         self._lr_factor = 1.0
+        self._rng = torch.tensor([seed, 0], dtype=torch.int64, device=self._device)
+        self._nonfinite = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._fp8 = Fp8Scales([entry.states for entry in self._all_entries()])
 
     @staticmethod
-    def _new_entry(
-        rule: UpdateRule, name: str, param: nn.Parameter, dtype: torch.dtype, master_weights: str
-    ) -> _Entry:
-        refuse_sharded(rule, name, param, "optimizer.name")
-        states = {slot.name: new_state(param, slot, dtype) for slot in rule.slots_for(param.shape)}
-        needs_master = master_weights == "float32" and param.dtype != torch.float32
-        return _Entry(name, param, states, param.detach().float() if needs_master else None)
+    def _new_family(groups: Sequence[ParamGroupSpec], recipe: Recipe) -> _Family:
+        rule, entries = groups[0].rule, []
+        for row, group in enumerate(groups):
+            for name, param in zip(group.names, group.params):
+                refuse_sharded(rule, name, param, "optimizer.name")
+                states = [
+                    new_state(param, slot, recipe.state_codec_for(rule, slot, param))
+                    for slot in rule.slots_for(param.shape)
+                ]
+                master = param.detach().float() if recipe.needs_master(param) else None
+                codec = recipe.weight_codec_for(rule, param)
+                entries.append(_Entry(name, param, states, master, codec, tensor_id(name), row))
+        return _Family(rule, list(groups), entries)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups in torch.optim's form, with the current learning rate."""
         return [
-            {"name": group.name, "names": group.names, "params": group.params, **group.options, "lr": lr}
-            for group, lr in zip(self.groups, self._lrs())
+            {
+                "name": group.name,
+                "names": group.names,
+                "params": group.params,
+                **group.options,
+                "lr": group.options["lr"] * self._lr_factor,
+            }
+            for group in self.groups
         ]
 
     @property
@@ -109,8 +143,10 @@ class RuleOptimizer:
         """Set each group's learning rate to `factor` times its peak, from the next step on."""
         self._lr_factor = factor
 
-    def _lrs(self) -> list[float]:
-        return [group.options["lr"] * self._lr_factor for group in self.groups]
+    @property
+    def nonfinite_tiles(self) -> Tensor:
+        """Tiles that kernels left out because their gradient was not finite: int32 [1] on the device."""
+        return self._nonfinite
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or fill them with zeros."""
@@ -136,34 +172,45 @@ class RuleOptimizer:
 
     def prepare_step(self) -> None:
         """Host side of `step`: call it before each replay of a graph that captured `apply_step`."""
-        self._table.prepare(self._lrs())
+        self._table.prepare(
+            [[group.options["lr"] * self._lr_factor for group in family.groups] for family in self._families]
+        )
 
     @torch.no_grad()
     def apply_step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
-        """Device side of `step`: launches only, so that it can be captured in a CUDA graph."""
+        """Device side of `step`: launches only, so that it can be captured in a CUDA graph.
+
+        With fp8 states the first applied step chooses the scales and waits for the flag: capture a later one.
+        """
         flag = None if apply_flag is None else apply_flag.to(self._device)
         self._table.select(flag, None if grad_scale is None else grad_scale.to(self._device))
-        for group, entries, h in zip(self.groups, self._entries, self._table.vectors()):
-            self._update_group(group.rule, entries, h)
+        self._rng[1] = self._table.count
+        tables = self._table.tables()
+        if not self._fp8.calibrated and (flag is None or bool(flag)):
+            for family, hyper in zip(self._families, tables):
+                if isinstance(family.rule, LocalStateRule) and (items := _items(family)):
+                    update_elementwise(family.rule, items, hyper, self._rng, self._nonfinite, observe=True)
+            self._fp8.calibrate()
+        for family, hyper in zip(self._families, tables):
+            self._update_family(family, hyper)
+        self._fp8.advance(tables[0][0, 0])
         self._table.advance(flag)
 
-    def _update_group(self, rule: UpdateRule, entries: Sequence[_Entry], h: Tensor) -> None:
-        items = [item for entry in entries if (item := _local_item(entry)).weight.numel() > 0]
+    def _update_family(self, family: _Family, hyper: Tensor) -> None:
+        rule = family.rule
+        items = _items(family)
         if not items:
             return
         if isinstance(rule, LocalStateRule):
-            update_elementwise(rule, items, h)
-        if isinstance(rule, StateGlobalRule):
-            update_state_global(rule, items, h)
-        elif not isinstance(rule, ElementwiseRule):
-            update_layers(rule, items, h)
-        masters = [
-            (local_tensor(entry.param), local_tensor(entry.master))
-            for entry in entries
-            if entry.master is not None
-        ]
-        if masters:
-            torch._foreach_copy_([weight for weight, _ in masters], [master for _, master in masters])  # pyright: ignore[reportPrivateImportUsage]
+            update_elementwise(rule, items, hyper, self._rng, self._nonfinite)
+        if isinstance(rule, ElementwiseRule):
+            return
+        for row in range(len(family.groups)):
+            members = [item for item in items if item.hyper_row == row]
+            if isinstance(rule, StateGlobalRule):
+                update_state_global(rule, members, hyper[row])
+            else:
+                update_layers(rule, members, hyper[row])
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
@@ -173,7 +220,7 @@ class RuleOptimizer:
                 local_tensor(entry.master).copy_(local_tensor(entry.param))
 
     def _all_entries(self) -> list[_Entry]:
-        return [entry for entries in self._entries for entry in entries]
+        return [entry for family in self._families for entry in family.entries]
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors, by parameter name: the same keys on every rank.
@@ -206,15 +253,16 @@ class RuleOptimizer:
         load_states(own, state_dict["state"], rule_of)
         self._table.count.copy_(torch.as_tensor(state_dict["step"]))
         self._table.invalidate()
+        self._fp8.calibrated |= int(self._table.count) > 0
 
 
-def _named(group: ParamGroupSpec) -> list[tuple[str, nn.Parameter]]:
-    return list(zip(group.names, group.params))
+def _by_rule(groups: Sequence[ParamGroupSpec]) -> list[list[ParamGroupSpec]]:
+    """Groups that share a rule object, in order of first appearance."""
+    families: dict[int, list[ParamGroupSpec]] = {}
+    for group in groups:
+        families.setdefault(id(group.rule), []).append(group)
+    return list(families.values())
 
 
-def _local_item(entry: _Entry) -> LocalWeight:
-    weight = local_tensor(entry.param if entry.master is None else entry.master)
-    gradient = None if entry.param.grad is None else local_tensor(entry.param.grad)
-    return LocalWeight(
-        weight.detach(), gradient, tuple(local_tensor(state) for state in entry.states.values())
-    )
+def _items(family: _Family) -> list[LocalWeight]:
+    return [item for entry in family.entries if (item := entry.item()).weight.numel() > 0]

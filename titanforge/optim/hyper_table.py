@@ -10,6 +10,7 @@ the same numbers as one that never stopped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,69 +20,89 @@ from titanforge.optim.rule import UpdateRule
 _APPLY, _LR, _GRAD_SCALE = 0, 1, 3
 
 
-class HyperTable:
-    """One hyperparameter vector per group.
+@dataclass
+class _Family:
+    """The groups of one rule. rows: [window, groups, H]; current: [1, groups, H]; lr: [groups]."""
 
+    rule: UpdateRule
+    options: list[Mapping[str, float]]
+    rows: Tensor
+    current: Tensor
+    lr: Tensor
+    uploaded: list[float] | None = None
+
+
+class HyperTable:
+    """One hyperparameter vector per group, those of one rule together.
+
+    families: each rule with the options of its groups.
     count: int64 scalar on the device, applied steps so far. Its storage is stable: checkpoints load into it
     (`invalidate` afterwards), and a captured graph may read it.
     """
 
     def __init__(
         self,
-        groups: Sequence[tuple[UpdateRule, Mapping[str, float]]],
+        families: Sequence[tuple[UpdateRule, Sequence[Mapping[str, float]]]],
         device: torch.device,
         window: int = 512,
     ) -> None:
-        self._groups = list(groups)
         self._window = window
-        self._lengths = [len(rule.hyper_names) for rule, _ in self._groups]
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self._base = torch.zeros((), dtype=torch.int64, device=device)
-        shape = (1, len(self._groups), max(self._lengths))
-        self._rows = torch.zeros((window, *shape[1:]), device=device)
-        self._current = torch.zeros(shape, device=device)
-        self._lr = torch.zeros(len(self._groups), device=device)
-        self._uploaded_lrs: list[float] | None = None
+        self._families = []
+        for rule, options in families:
+            groups, length = len(options), len(rule.hyper_names)
+            rows = torch.zeros((window, groups, length), device=device)
+            current = torch.zeros((1, groups, length), device=device)
+            lr = torch.zeros(groups, device=device)
+            self._families.append(_Family(rule, list(options), rows, current, lr))
         self._steps_left = 0
 
-    def vectors(self) -> list[Tensor]:
-        """Each group's vector, fp32; views of storage that never moves."""
-        return [self._current[0, index, :length] for index, length in enumerate(self._lengths)]
+    def tables(self) -> list[Tensor]:
+        """Per family fp32 [groups, H]: views of storage that never moves."""
+        return [family.current[0] for family in self._families]
 
     def invalidate(self) -> None:
         """The count was set from outside: compute the rows anew before the next step."""
         self._steps_left = 0
 
-    def prepare(self, lrs: Sequence[float]) -> None:
-        """Host side of a step: upload what changed. Not to be captured in a graph."""
+    def prepare(self, lrs: Sequence[Sequence[float]]) -> None:
+        """Host side of a step: upload what changed. Not to be captured in a graph.
+
+        lrs: the learning rates of each family's groups.
+        """
         if self._steps_left == 0:
             self._refill()
         self._steps_left -= 1
-        lrs = list(lrs)
-        if lrs != self._uploaded_lrs:
-            self._lr.copy_(torch.tensor(lrs), non_blocking=True)
-            self._uploaded_lrs = lrs
+        for family, values in zip(self._families, lrs):
+            if list(values) != family.uploaded:
+                family.uploaded = list(values)
+                family.lr.copy_(torch.tensor(family.uploaded), non_blocking=True)
 
     def _refill(self) -> None:
         base = int(self.count)  # waits for the device, once per window
-        width = self._rows.shape[-1]
-        rows = torch.zeros((self._window, len(self._groups), width), dtype=torch.float64)
-        for index, (rule, options) in enumerate(self._groups):
-            values = [rule.hyperparameters(options, base + 1 + row) for row in range(self._window)]
-            rows[:, index, : self._lengths[index]] = torch.tensor(values, dtype=torch.float64)
-        self._rows.copy_(rows)
+        for family in self._families:
+            rows = torch.tensor(
+                [
+                    [family.rule.hyperparameters(options, base + 1 + row) for options in family.options]
+                    for row in range(self._window)
+                ],
+                dtype=torch.float64,
+            )
+            family.rows.copy_(rows)
         self._base.fill_(base)
         self._steps_left = self._window
 
     def select(self, apply_flag: Tensor | None, grad_scale: Tensor | None) -> None:
         """Device side, before the update: the row of the coming applied step, with this step's values."""
         row = (self.count - self._base).view(1)
-        torch.index_select(self._rows, 0, row, out=self._current)
-        self._current[0, :, _LR] = self._lr
-        if apply_flag is not None:
-            self._current[0, :, _APPLY] = apply_flag.to(torch.float32)
-        if grad_scale is not None:
-            self._current[0, :, _GRAD_SCALE] = grad_scale.to(torch.float32)
+        for family in self._families:
+            torch.index_select(family.rows, 0, row, out=family.current)
+            family.current[0, :, _LR] = family.lr
+            if apply_flag is not None:
+                family.current[0, :, _APPLY] = apply_flag.to(torch.float32)
+            if grad_scale is not None:
+                family.current[0, :, _GRAD_SCALE] = grad_scale.to(torch.float32)
 
     def advance(self, apply_flag: Tensor | None) -> None:
         """Device side, after the update: count the step if it was applied."""

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titanforge.kernels._triton import runs_triton
+from titanforge.kernels.codecs import Codec, Encoded, decode
+from titanforge.kernels.flat import flat_update
 from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
 
 # An unfused chain of operations over whole tensors would go to memory at every one of them; chunks of this
@@ -23,11 +26,27 @@ _BATCH_BYTES = 256 * 2**20
 
 @dataclass
 class LocalWeight:
-    """One weight's local tensors for a step; `gradient` None stands for zeros."""
+    """One weight's local tensors for a step.
+
+    weight: what the rule updates: the weight, or its fp32 master. copy: then the weight itself, else None.
+    gradient: None stands for zeros. codec: how the weight is stored where not plainly. hyper_row: its group's
+    row.
+    """
 
     weight: Tensor
     gradient: Tensor | None
-    states: tuple[Tensor, ...]
+    states: tuple[Encoded, ...]
+    copy: Tensor | None = None
+    codec: Codec | None = None
+    tensor_id: int = 0
+    hyper_row: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every tensor is stored as floats that stand for themselves, rounded to nearest."""
+        return self.codec is None and all(
+            state.codec.kind == "plain" and not state.codec.stochastic for state in self.states
+        )
 
     def gradient_or_zeros(self) -> Tensor:
         if self.gradient is not None:
@@ -35,22 +54,74 @@ class LocalWeight:
         return torch.zeros((), device=self.weight.device).expand(self.weight.shape)
 
 
-def update_elementwise(rule: LocalStateRule, items: Sequence[LocalWeight], h: Tensor) -> None:
-    """A rule's elementwise part, chunk by chunk so that the temporaries stay in cache."""
+def update_elementwise(
+    rule: LocalStateRule,
+    items: Sequence[LocalWeight],
+    hyper: Tensor,
+    rng: Tensor,
+    nonfinite: Tensor,
+    observe: bool = False,
+) -> None:
+    """A rule's elementwise part: all of it in regime 1, the state update in regime 2.
+
+    hyper: [groups, H], of which each item has a row. rng: int64 (seed, step) for stochastic rounding.
+    nonfinite: int32 [1], counts the tiles that kernels left out because their gradient was not finite.
+    observe: write nothing, only note the magnitudes that fp8 states would have.
+    """
+    if observe or runs_triton(items[0].weight) or not all(item.is_plain for item in items):
+        updates_weight = rule.epilogue.updates_weight
+        flat_update(
+            rule.epilogue,
+            [_stored_weight(item) for item in items],
+            [_dense_gradient(item) for item in items],
+            [item.states for item in items],
+            hyper,
+            masters=[item.weight if item.copy is not None and updates_weight else None for item in items],
+            hyper_rows=[item.hyper_row for item in items],
+            rng=rng,
+            tensor_ids=[item.tensor_id for item in items],
+            nonfinite=nonfinite,
+            observe=observe,
+        )
+        return
     for item in items:
-        gradient = item.gradient_or_zeros()
-        tensors = (item.weight, *item.states)
-        flat = all(t.is_contiguous() for t in tensors) and (item.gradient is None or gradient.is_contiguous())
-        if not flat or item.weight.device.type != "cpu":
-            _update_chunk(rule, gradient, tensors, h)
-            continue
-        total = item.weight.numel()
-        gradient = gradient.reshape(-1) if item.gradient is not None else gradient.new_zeros(()).expand(total)
-        flattened = [t.view(-1) for t in tensors]
-        for start in range(0, total, _CHUNK):
-            size = min(_CHUNK, total - start)
-            chunk = tuple(t.narrow(0, start, size) for t in flattened)
-            _update_chunk(rule, gradient.narrow(0, start, size), chunk, h)
+        _update_in_chunks(rule, item, hyper[item.hyper_row])
+    write_copies(items)
+
+
+def write_copies(items: Sequence[LocalWeight]) -> None:
+    """The weights behind fp32 masters, rounded to nearest."""
+    pairs = [(item.copy, item.weight) for item in items if item.copy is not None]
+    if pairs:
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            [copy for copy, _ in pairs], [master for _, master in pairs]
+        )
+
+
+def _stored_weight(item: LocalWeight) -> Tensor | Encoded:
+    weight = item.weight if item.copy is None else item.copy
+    return weight if item.codec is None else Encoded(weight, item.codec)
+
+
+def _dense_gradient(item: LocalWeight) -> Tensor:
+    return torch.zeros_like(item.weight) if item.gradient is None else item.gradient
+
+
+def _update_in_chunks(rule: LocalStateRule, item: LocalWeight, h: Tensor) -> None:
+    """The plain-torch update, chunk by chunk so that the temporaries stay in cache."""
+    gradient = item.gradient_or_zeros()
+    tensors = (item.weight, *(state.values for state in item.states))
+    flat = all(t.is_contiguous() for t in tensors) and (item.gradient is None or gradient.is_contiguous())
+    if not flat:
+        _update_chunk(rule, gradient, tensors, h)
+        return
+    total = item.weight.numel()
+    gradient = gradient.reshape(-1) if item.gradient is not None else gradient.new_zeros(()).expand(total)
+    flattened = [t.view(-1) for t in tensors]
+    for start in range(0, total, _CHUNK):
+        size = min(_CHUNK, total - start)
+        chunk = tuple(t.narrow(0, start, size) for t in flattened)
+        _update_chunk(rule, gradient.narrow(0, start, size), chunk, h)
 
 
 def _update_chunk(rule: LocalStateRule, gradient: Tensor, tensors: tuple[Tensor, ...], h: Tensor) -> None:
@@ -67,6 +138,7 @@ def update_state_global(rule: StateGlobalRule, items: Sequence[LocalWeight], h: 
         states = _stack_states(batch)
         gradients = _stack([item.gradient_or_zeros() for item in batch]) if rule.u_reads_gradient else None
         _unstack_into([item.weight for item in batch], rule.weight_update(weights, states, h, gradients))
+    write_copies(items)
 
 
 def update_layers(rule: UpdateRule, items: Sequence[LocalWeight], h: Tensor) -> None:
@@ -77,7 +149,8 @@ def update_layers(rule: UpdateRule, items: Sequence[LocalWeight], h: Tensor) -> 
         new_weights, new_states = rule.update(gradients, weights, _stack_states(batch), h)
         _unstack_into([item.weight for item in batch], new_weights)
         for index, new in enumerate(new_states):
-            _unstack_into([item.states[index] for item in batch], new)
+            _unstack_into([item.states[index].values for item in batch], new)
+    write_copies(items)
 
 
 def _batches(items: Sequence[LocalWeight]) -> Iterator[list[LocalWeight]]:
@@ -103,7 +176,8 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _stack_states(batch: Sequence[LocalWeight]) -> tuple[Tensor, ...]:
-    return tuple(_stack([item.states[index] for item in batch]) for index in range(len(batch[0].states)))
+    slots = range(len(batch[0].states))
+    return tuple(_stack([decode(item.states[index]) for item in batch]) for index in slots)
 
 
 def _unstack_into(targets: Sequence[Tensor], result: Tensor) -> None:

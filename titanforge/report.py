@@ -32,6 +32,8 @@ def announce(trainer: Trainer) -> None:
     source = trainer.checkpointer.loaded_from
     if source is not None:
         lines.append(f"  start      step {trainer.step}, from {source}")
+    if trainer.step >= training.steps:
+        lines.append(f"  nothing left to train: training.steps = {training.steps} are done; raise it to go on")
     print("\n".join(lines), flush=True)
 
 

@@ -1,0 +1,122 @@
+"""The engine on a GPU: the multi-tensor kernels against the plain reference, and a captured step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from titanforge.config.sections import Optimizer
+from titanforge.optim import build_optimizer
+from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.registry import RULES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tok_embeddings = nn.Embedding(50, 33)
+        self.layers = nn.ModuleList([nn.Linear(33, 129) for _ in range(3)])
+        self.norm = nn.RMSNorm(33)
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in model.parameters():
+        gradient = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
+        if param.grad is None:
+            param.grad = gradient
+        else:
+            param.grad.copy_(gradient)  # in place: a captured step reads this storage
+
+
+def build(model: nn.Module, **options: object) -> RuleOptimizer:
+    optimizer = build_optimizer(model, Optimizer(lr=1e-2, **options), "float32")  # pyright: ignore
+    assert isinstance(optimizer, RuleOptimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_equals_the_cpu(name: str, state_dtype: str) -> None:
+    slow, fast = Model(), Model().cuda()
+    try:
+        reference, optimizer = (build(m, name=name, state_dtype=state_dtype) for m in (slow, fast))
+    except ValueError as error:
+        assert "optimizer.state_dtype" in str(error)  # a rule of regime 3
+        return
+    start = [p.detach().clone() for p in slow.parameters()]
+    for step in range(6):
+        for model, each in ((slow, reference), (fast, optimizer)):
+            set_gradients(model, step)
+            each.step(torch.tensor(1.0, device=next(model.parameters()).device), None)
+    # Muon and Scion iterate in bfloat16 there; a last bit decides a code of 8 bits, or a sign.
+    loose = name in ("muon", "scion") or state_dtype in ("int8", "fp8")
+    for a, b, s in zip(slow.parameters(), fast.parameters(), start):
+        assert (a - b.cpu()).norm() <= (0.05 if loose else 2e-3) * (a - s).norm()
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "nadam"])
+def test_a_captured_step_replays(name: str) -> None:
+    """The same as eager steps, with the rate, the flag and the bias corrections moving on."""
+    eager, captured = Model().cuda(), Model().cuda()
+    first, second = build(eager, name=name), build(captured, name=name)
+    flag = torch.ones((), device="cuda")
+
+    def eager_step(model: nn.Module, optimizer: RuleOptimizer, step: int) -> None:
+        set_gradients(model, step)
+        flag.fill_(float(step != 4))
+        optimizer.set_lr(1.0 / (1 + step))
+        optimizer.step(flag)
+
+    for step in range(2):
+        eager_step(eager, first, step)
+        eager_step(captured, second, step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        second.apply_step(flag)
+    for step in range(2, 7):
+        eager_step(eager, first, step)
+        set_gradients(captured, step)
+        second.set_lr(1.0 / (1 + step))
+        second.prepare_step()
+        graph.replay()
+    assert int(first.step_count) == int(second.step_count) == 6
+    assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), captured.parameters()))
+
+
+def test_a_step_does_not_wait_for_the_device() -> None:
+    model = Model().cuda()
+    optimizer = build(model)
+    flag = torch.ones((), device="cuda")
+    set_gradients(model, 0)
+    optimizer.step(flag, flag)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(1, 4):
+            optimizer.set_lr(1.0 / step)
+            optimizer.step(flag, flag)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_refused_step_keeps_every_bit(implementation: str) -> None:
+    for options in ({}, {"implementation": implementation}):
+        model = Model().cuda()
+        optimizer = build_optimizer(model, Optimizer(**options), "float32")  # pyright: ignore
+        set_gradients(model, 0)
+        optimizer.step(torch.ones((), device="cuda"))
+        before = copy.deepcopy(model.state_dict())
+        for param in model.parameters():
+            param.grad = torch.full_like(param, torch.nan)
+        optimizer.step(torch.zeros((), device="cuda"))
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))

@@ -16,12 +16,9 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 
 _RESHARD = {"default": True, "always": True, "never": False}
-# Methods of the model that use the head's weight without calling the head's own forward.
-_HEAD_METHODS = ("loss_sum", "logits")
 
 
 def apply_fsdp(
@@ -36,7 +33,8 @@ def apply_fsdp(
 
     A group is gathered, computed and freed together, so embedding and head, the largest weights of a
     small model, overlap with the blocks as every other group does. With tied weights both live in the
-    root group, which stays gathered through forward and backward.
+    root group, which stays gathered through forward and backward. A weight is whole only while its
+    module's forward runs: a chunked loss belongs into the head's forward.
 
     Args:
         model: on meta or materialised; see the package's docstring for its attribute names.
@@ -77,28 +75,10 @@ def apply_fsdp(
     if head is not None and not tied:
         fully_shard(head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    if head is not None and not tied:
-        _run_with_gathered_head(model, head)
     for module in _fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         # Without this a factor of 1 becomes NCCL's PREMUL_SUM, a slower path that gloo lacks.
         module.set_force_sum_reduction_for_comms(True)
-
-
-def _run_with_gathered_head(model: nn.Module, head: nn.Module) -> None:
-    """Gather the head around the model's methods that read ``head.weight`` directly.
-
-    FSDP gathers a group when its module's forward runs; a chunked loss never calls the head's. The
-    method is registered on the head, so the head's group is gathered before it and its gradient
-    reduced as soon as the method's backward is done.
-    """
-    for name in _HEAD_METHODS:
-        method = getattr(model, name, None)
-        if method is None:
-            continue
-        setattr(head, f"model_{name}", method)
-        register_fsdp_forward_method(head, f"model_{name}")
-        setattr(model, name, getattr(head, f"model_{name}"))
 
 
 def set_is_last_micro_batch(model: nn.Module, is_last: bool, reduce_every: bool = True) -> None:

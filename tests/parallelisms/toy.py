@@ -23,15 +23,30 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.up(x)))
 
 
+class Head(nn.Linear):
+    """Logits, or with labels the summed loss, whose chunks share one read of the weight."""
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        weight = self.weight
+        if labels is None:
+            return F.linear(hidden, weight)
+        chunks = zip(hidden.flatten(0, 1).chunk(2), labels.flatten().chunk(2))
+        losses = [
+            F.cross_entropy(F.linear(h, weight).float(), y, ignore_index=-100, reduction="sum")
+            for h, y in chunks
+        ]
+        return torch.stack(losses).sum()
+
+
 class Toy(nn.Module):
-    """tokens [B, T] -> hidden [B, T, D]; ``loss_sum`` reads the head's weight directly, in chunks."""
+    """tokens [B, T] -> hidden [B, T, D]."""
 
     def __init__(self, layers: int = 2, tied: bool = False, width: int = WIDTH) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCAB, width)
         self.layers = nn.ModuleDict({str(i): Block(width) for i in range(layers)})
         self.norm = nn.RMSNorm(width)
-        self.output = nn.Linear(width, VOCAB, bias=False)
+        self.output = Head(width, VOCAB, bias=False)
         if tied:
             self.output.weight = self.tok_embeddings.weight
         self.register_buffer("table", torch.ones(width), persistent=False)
@@ -43,16 +58,10 @@ class Toy(nn.Module):
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.output.weight)
+        return self.output(hidden)
 
     def loss_sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        weight = self.output.weight
-        chunks = zip(hidden.flatten(0, 1).chunk(2), labels.flatten().chunk(2))
-        losses = [
-            F.cross_entropy(F.linear(h, weight).float(), y, ignore_index=-100, reduction="sum")
-            for h, y in chunks
-        ]
-        return torch.stack(losses).sum()
+        return self.output(hidden, labels)
 
 
 def make_toy(layers: int = 2, tied: bool = False, width: int = WIDTH, seed: int = 0) -> Toy:

@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
+from titanforge.models.decoder import Decoder
+from titanforge.models.gpt2 import FLAVORS as GPT2_FLAVORS
+from titanforge.models.gpt2 import GPT2
 from titanforge.models.llama3 import FLAVORS as LLAMA3_FLAVORS
 from titanforge.models.llama3 import Llama3
+from titanforge.models.qwen3 import FLAVORS as QWEN3_FLAVORS
+from titanforge.models.qwen3 import build_qwen3
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,14 @@ class ModelSpec:
 
     name: str
     flavors: Mapping[str, Any]
-    build: Callable[[Any], nn.Module]
+    build: Callable[[Any], Decoder]
 
 
-MODELS: dict[str, ModelSpec] = {"llama3": ModelSpec("llama3", LLAMA3_FLAVORS, Llama3)}
+MODELS: dict[str, ModelSpec] = {
+    "llama3": ModelSpec("llama3", LLAMA3_FLAVORS, Llama3),
+    "qwen3": ModelSpec("qwen3", QWEN3_FLAVORS, build_qwen3),
+    "gpt2": ModelSpec("gpt2", GPT2_FLAVORS, GPT2),
+}
 
 
 def build_model(
@@ -33,7 +40,7 @@ def build_model(
     vocab_size: int | None = None,
     seq_len: int,
     overrides: Mapping[str, Any] | None = None,
-) -> tuple[nn.Module, Any]:
+) -> tuple[Decoder, Any]:
     """Build a model and return it with its arguments. Under ``torch.device("meta")`` it takes no memory.
 
     vocab_size: the tokenizer's. It is the model's vocabulary where neither ``overrides`` nor the flavor gives

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from titanforge.models.layers.init_spec import InitSpec, Normal
+from titanforge.models.layers.init_spec import Constant, InitSpec, Normal
+from titanforge.models.layers.norm import RMSNorm
 from titanforge.models.layers.rope import Rotation
 
 AttentionMask = torch.Tensor | BlockMask | None
@@ -120,21 +121,39 @@ class Attention(nn.Module):
     were split over heads runs as it is.
     """
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, depth_std: float) -> None:
-        """``depth_std``: initial standard deviation of the output matrix."""
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        depth_std: float,
+        head_dim: int | None = None,
+        qk_norm_eps: float | None = None,
+    ) -> None:
+        """``depth_std``: initial standard deviation of the output matrix.
+
+        head_dim: E; None: D / H. qk_norm_eps: normalise each query and key head by its root mean square
+        before the rotation, with one weight [E] for all query heads and one for all key heads (Qwen3);
+        None: do not.
+        """
         super().__init__()
-        self.head_dim = dim // n_heads
+        self.head_dim = head_dim or dim // n_heads
         self.depth_std = depth_std
         self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
         self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(self.head_dim, qk_norm_eps) if qk_norm_eps is not None else None
 
     def forward(self, x_BTD: torch.Tensor, rotation: Rotation, mask: AttentionMask) -> torch.Tensor:
         B, T, _ = x_BTD.shape
-        q_BTHE = rotation(self.wq(x_BTD).view(B, T, -1, self.head_dim))
-        k_BTKE = rotation(self.wk(x_BTD).view(B, T, -1, self.head_dim))
+        q_BTHE = self.wq(x_BTD).view(B, T, -1, self.head_dim)
+        k_BTKE = self.wk(x_BTD).view(B, T, -1, self.head_dim)
         v_BTKE = self.wv(x_BTD).view(B, T, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
+        q_BTHE, k_BTKE = rotation(q_BTHE), rotation(k_BTKE)
         out_BHTE = attend(q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), mask)
         return self.wo(out_BHTE.transpose(1, 2).reshape(B, T, -1))
 
@@ -144,4 +163,34 @@ class Attention(nn.Module):
             "wk.weight": Normal(0.02),
             "wv.weight": Normal(0.02),
             "wo.weight": Normal(self.depth_std),
+        }
+
+
+class FusedAttention(nn.Module):
+    """Multi-head attention as in GPT-2: one matrix for q, k and v, biases, no rotation.
+
+    ``wqkv``'s rows are all of q, then all of k, then all of v, each head by head.
+    """
+
+    def __init__(self, dim: int, n_heads: int, depth_std: float) -> None:
+        """``depth_std``: initial standard deviation of the output matrix."""
+        super().__init__()
+        self.head_dim = dim // n_heads
+        self.depth_std = depth_std
+        self.wqkv = nn.Linear(dim, 3 * dim)
+        self.wo = nn.Linear(dim, dim)
+
+    def forward(self, x_BTD: torch.Tensor, rotation: Rotation | None, mask: AttentionMask) -> torch.Tensor:
+        B, T, _ = x_BTD.shape
+        qkv_3BHTE = self.wqkv(x_BTD).view(B, T, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
+        q_BHTE, k_BHTE, v_BHTE = qkv_3BHTE.unbind(0)
+        out_BHTE = attend(q_BHTE, k_BHTE, v_BHTE, mask)
+        return self.wo(out_BHTE.transpose(1, 2).reshape(B, T, -1))
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {
+            "wqkv.weight": Normal(0.02),
+            "wqkv.bias": Constant(0.0),
+            "wo.weight": Normal(self.depth_std),
+            "wo.bias": Constant(0.0),
         }

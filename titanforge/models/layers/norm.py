@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -19,3 +19,13 @@ class RMSNorm(nn.RMSNorm):
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {"weight": Constant(1.0)}
+
+
+class LayerNorm(nn.LayerNorm):
+    """``(x - mean) / sqrt(var + eps) · weight + bias`` over the last axis (Ba et al. 2016)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__(dim, eps=eps)
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {"weight": Constant(1.0), "bias": Constant(0.0)}

@@ -1,8 +1,8 @@
 """The one place that knows whether Triton is there, and whether it interprets or compiles.
 
 `HAS_TRITON` is False where Triton is not installed; every module of this package still imports, and only the
-plain-torch references run. `INTERPRET` is True under `TRITON_INTERPRET=1`: Triton decides this when a kernel is
-decorated, that is at import, so it cannot change within a process. Interpreted kernels run on CPU tensors.
+plain-torch references run. `INTERPRET` is True under `TRITON_INTERPRET=1`: Triton decides this when a kernel
+is decorated, that is at import, so it cannot change within a process. Interpreted kernels run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def jit(function: Any) -> Any:
 
 
 def constant(value: Any) -> Any:
-    """A module-level constant that jit functions may read. (Interpreted functions are Python: any value will do.)"""
+    """A module-level constant that jit functions may read. (Interpreted functions are Python: any value will
+    do.)
+    """
     return tl.constexpr(value) if HAS_TRITON and not INTERPRET else value
 
 
@@ -67,6 +69,6 @@ def kernel_view(tensor: Tensor) -> Tensor:
 
 
 LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
-"""Passed at every launch. Whether `a * b + c` is contracted depends on the code around it, so contraction would
-let the fused and the unfused form of one epilogue differ in the last bit. The updates are bound by memory and do
-not miss it."""
+"""Passed at every launch. Whether `a * b + c` is contracted depends on the code around it, so contraction
+would let the fused and the unfused form of one epilogue differ in the last bit. The updates are bound by
+memory and do not miss it."""

@@ -13,27 +13,27 @@ Every tensor is seen as a matrix of rows and columns (`matrix_view`), columns ru
     fp8_magnitude   e4m3, not zero                      the same
 
 `int8_sr`, `uint8_sr` and `uint8_root_sr` round to one of the two neighbouring codes at random, with the mean
-kept. Round to nearest has a dead zone: an average whose relative step 1 - beta is below half a code never moves
-by itself (only with the scale of its block), which the random form does not have.
+kept. Round to nearest has a dead zone: an average whose relative step 1 - beta is below half a code never
+moves by itself (only with the scale of its block), which the random form does not have.
 
-Blocks. With a the largest magnitude of a block, the scale is s = a / 127 (or a / 255) and q = round(x / s); one
-re-encoding is off by at most s/2, so that an average with decay beta is off by at most s / (2 (1 - beta))
-(FORGE, Appendix B; s the largest scale met). a is floored at 1e-30, so that an all-zero block has a finite scale
-and codes of zero. The last block of a row may be narrower.
+Blocks. With a the largest magnitude of a block, the scale is s = a / 127 (or a / 255) and q = round(x / s);
+one re-encoding is off by at most s/2, so that an average with decay beta is off by at most s / (2 (1 - beta))
+(FORGE, Appendix B; s the largest scale met). a is floored at 1e-30, so that an all-zero block has a finite
+scale and codes of zero. The last block of a row may be narrower.
 
-Nonnegative states. A second moment v is stored as its root r, because 8 bits of r span the square of the range
-of 8 bits of v, and its code is floored at 1. Then a step m / sqrt(v) is never enlarged by more than 3/2: let r'
-be the decoded root. If r <= 3s/2 then r' >= s >= 2r/3, since the code is at least 1. If r > 3s/2 then
-r' >= r - s/2 > r - r/3 = 2r/3. Hence 1/r' <= (3/2)/r for every r > 0, and an entry of a block whose largest root
-is a never divides by less than a/255: v is floored away from zero (Appendix B), and the floor errs towards
-small steps. Magnitudes (Adamax) are stored without the root and obey the same bound. With stochastic rounding
-the same argument holds with s in place of s/2: r' >= max(s, r - s) >= r/2, a factor of 2.
+Nonnegative states. A second moment v is stored as its root r, because 8 bits of r span the square of the
+range of 8 bits of v, and its code is floored at 1. Then a step m / sqrt(v) is never enlarged by more than
+3/2: let r' be the decoded root. If r <= 3s/2 then r' >= s >= 2r/3, since the code is at least 1. If r > 3s/2
+then r' >= r - s/2 > r - r/3 = 2r/3. Hence 1/r' <= (3/2)/r for every r > 0, and an entry of a block whose
+largest root is a never divides by less than a/255: v is floored away from zero (Appendix B), and the floor
+errs towards small steps. Magnitudes (Adamax) are stored without the root and obey the same bound. With
+stochastic rounding the same argument holds with s in place of s/2: r' >= max(s, r - s) >= r/2, a factor of 2.
 
-fp8. One scale per tensor must be known before the tensor is, so it is the one of earlier steps (delayed scaling):
-`meta` holds the scale of the stored codes, the scale of the next store, the largest magnitude met in this step,
-and a history of those; `fp8_advance` moves on after a step. Scales are powers of two, so changing one does not
-disturb normal codes. A magnitude beyond the range saturates; the margin of 2 makes that rare. Nonnegative states
-are floored at the smallest positive code.
+fp8. One scale per tensor must be known before the tensor is, so it is the one of earlier steps (delayed
+scaling): `meta` holds the scale of the stored codes, the scale of the next store, the largest magnitude met
+in this step, and a history of those; `fp8_advance` moves on after a step. Scales are powers of two, so
+changing one does not disturb normal codes. A magnitude beyond the range saturates; the margin of 2 makes that
+rare. Nonnegative states are floored at the smallest positive code.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class Codec:
         """The codec as kernels read it at compile time: a bit field."""
         form = {torch.bfloat16: 1, torch.float16: 2, torch.uint8: 1, torch.float8_e5m2: 1}.get(self.dtype, 0)
         flags = ROOT * self.root | FLOORED * self.floored | STOCHASTIC * self.stochastic
-        return {"plain": PLAIN, "block": BLOCKWISE, "tensor": TENSORWISE}[self.kind] | form * FORM_UNIT | flags
+        return (
+            {"plain": PLAIN, "block": BLOCKWISE, "tensor": TENSORWISE}[self.kind] | form * FORM_UNIT | flags
+        )
 
     @property
     def meta_length(self) -> int:
@@ -158,8 +160,8 @@ def state_codec(state_dtype: str, slot_kind: str, *, stochastic: bool = False) -
 class Encoded:
     """A stored tensor: its codes, and the scales that go with them (None for plain codecs).
 
-    values: any shape, contiguous, of the codec's dtype. meta: fp32, [rows, ceil(columns / 64)] of the matrix view
-    for blocks, [3 + history] for fp8. Both belong in a checkpoint as they are.
+    values: any shape, contiguous, of the codec's dtype. meta: fp32, [rows, ceil(columns / 64)] of the matrix
+    view for blocks, [3 + history] for fp8. Both belong in a checkpoint as they are.
     """
 
     values: Tensor
@@ -170,8 +172,8 @@ class Encoded:
 def matrix_view(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     """(rows, columns) under which kernels see a tensor.
 
-    Vectors are one row. Up to three axes the last one is the columns (an expert stack [E, N, K] has E N rows);
-    beyond that everything but the first axis is, as for a convolution [out, in, height, width].
+    Vectors are one row. Up to three axes the last one is the columns (an expert stack [E, N, K] has E N
+    rows); beyond that everything but the first axis is, as for a convolution [out, in, height, width].
     """
     numel = math.prod(shape)
     if len(shape) <= 1:
@@ -188,12 +190,17 @@ def meta_shape(codec: Codec, shape: torch.Size | tuple[int, ...]) -> tuple[int, 
     return (rows, cdiv(columns, BLOCK)) if codec.kind == "block" else (codec.meta_length,)
 
 
-def allocate(codec: Codec, shape: torch.Size | tuple[int, ...], device: torch.device | str | None = None) -> Encoded:
+def allocate(
+    codec: Codec, shape: torch.Size | tuple[int, ...], device: torch.device | str | None = None
+) -> Encoded:
     """Storage for a tensor of zeros (of the smallest scale, where the codec cannot hold a zero)."""
     shape_of_meta = meta_shape(codec, shape)
     # Zero bytes are a positive zero in every storage dtype; zeros() itself lacks fp8 on some backends.
-    values = torch.zeros(shape, dtype=torch.uint8, device=device).view(codec.dtype) if codec.dtype.itemsize == 1 \
+    values = (
+        torch.zeros(shape, dtype=torch.uint8, device=device).view(codec.dtype)
+        if codec.dtype.itemsize == 1
         else torch.zeros(shape, dtype=codec.dtype, device=device)
+    )
     if shape_of_meta is None:
         return Encoded(values, codec)
     meta = torch.zeros(shape_of_meta, dtype=torch.float32, device=device)
@@ -237,7 +244,9 @@ def decode(stored: Encoded) -> Tensor:
     return x * x if codec.root else x
 
 
-def encode_(stored: Encoded, x: Tensor, *, seed: int = 0, step: int = 0, tensor_id: int = 0, lane: int = 0) -> None:
+def encode_(
+    stored: Encoded, x: Tensor, *, seed: int = 0, step: int = 0, tensor_id: int = 0, lane: int = 0
+) -> None:
     """Store the fp32 tensor x; the random bits are those of (seed, step, tensor_id) and the slot's lane."""
     codec, meta = stored.codec, stored.meta
     rows, columns = matrix_view(x.shape)
@@ -246,7 +255,7 @@ def encode_(stored: Encoded, x: Tensor, *, seed: int = 0, step: int = 0, tensor_
     if codec.stochastic:
         bits = rounding_bits(rows, columns, lane=lane, seed=seed, step=step, tensor_id=tensor_id).to(x.device)
     if codec.root:
-        x = torch.sqrt(x)
+        x = exact_sqrt(x)
     if codec.kind == "plain":
         codes = _round_bits_to_bf16(x, bits) if codec.stochastic else x.to(codec.dtype)
     elif codec.kind == "tensor":
@@ -257,6 +266,13 @@ def encode_(stored: Encoded, x: Tensor, *, seed: int = 0, step: int = 0, tensor_
         assert meta is not None
         codes = _encode_blocks_(x, codec, meta, bits)
     stored.values.copy_(codes.reshape(stored.values.shape))
+
+
+def exact_sqrt(x: Tensor) -> Tensor:
+    """The correctly rounded root of fp32, as kernels compute it: torch's own on CPU is a unit off in
+    places.
+    """
+    return torch.sqrt(x.to(torch.float64)).to(torch.float32)
 
 
 def _encode_fp8(x: Tensor, codec: Codec, scale: Tensor) -> Tensor:
@@ -280,31 +296,32 @@ def _encode_blocks_(x: Tensor, codec: Codec, meta: Tensor, bits: Tensor) -> Tens
     return q.flatten(1)[:, :columns].to(codec.dtype)
 
 
-def fp8_scale(history: Tensor, codec: Codec) -> Tensor:
-    """A power of two at or above margin * max(history) / largest value, over the last axis of [..., H].
+def fp8_scale(history: Tensor, largest: Tensor | float) -> Tensor:
+    """A power of two at or above margin * max(history) / largest, over the last axis of [..., H].
 
     An all-zero history gives the smallest scale, so that a floored zero stays next to zero.
     """
-    target = history.amax(-1) * (FP8_MARGIN / codec.levels)
+    target = history.amax(-1) * (FP8_MARGIN / largest)
     _, exponent = torch.frexp(target)
     exponent = torch.where(target > 0, exponent, -FP8_EXPONENT).clamp(-FP8_EXPONENT, FP8_EXPONENT)
     return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
 
 
-def fp8_advance(stored: Encoded, apply_flag: Tensor) -> None:
-    """Move the scales of an fp8 tensor on, after the step that wrote it. On the device, without a host read.
+def fp8_advance(meta: Tensor, largest: Tensor | float, apply_flag: Tensor) -> None:
+    """Move fp8 scales on, after the step that wrote with them. On the device, without a host read.
 
-    apply_flag: h[0] of the step; where it was 0 nothing was written and nothing moves.
+    meta: [3 + H] of one tensor, or [tensors, 3 + H]: keep the `meta` of many tensors as rows of one, and one
+    call serves all. largest: `Codec.levels`, or a tensor of them per row. apply_flag: h[0] of the step; where
+    it was 0 nothing was written and nothing moves.
     """
-    assert stored.meta is not None
-    meta = stored.meta
-    history = torch.cat((meta[2:3], meta[_FP8_HEADER:-1]))
-    zero = torch.zeros_like(meta[:1])
-    moved = torch.cat((meta[1:2], fp8_scale(history, stored.codec).reshape(1), zero, history))
+    history = torch.cat((meta[..., 2:3], meta[..., _FP8_HEADER:-1]), -1)
+    scale = fp8_scale(history, largest).unsqueeze(-1)
+    moved = torch.cat((meta[..., 1:2], scale, torch.zeros_like(scale), history), -1)
     meta.copy_(torch.where(apply_flag != 0, moved, meta))
 
 
-def fp8_calibrate(stored: Encoded) -> None:
-    """After an observing pass (which only collects magnitudes): choose the scale of the first store from it."""
-    assert stored.meta is not None
-    stored.meta[1] = fp8_scale(stored.meta[2:3], stored.codec)
+def fp8_calibrate(meta: Tensor, largest: Tensor | float) -> None:
+    """After an observing pass (which only collects magnitudes): choose the scales of the first store from
+    it.
+    """
+    meta[..., 1] = fp8_scale(meta[..., 2:3], largest)

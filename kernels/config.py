@@ -1,4 +1,6 @@
-"""Which tile shape the weight-gradient kernel runs with: a table, and what an autotuner found on this machine."""
+"""Which tile shape the weight-gradient kernel runs with: a table, and what an autotuner found on this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,15 @@ class TileConfig:
 
     def __post_init__(self) -> None:
         if self.split not in (1, 2, 4) or self.block_k % (64 * self.split):
-            raise ValueError(f"a tile must split into 1, 2 or 4 pieces whose width is a multiple of 64: {self}")
+            raise ValueError(
+                f"a tile must split into 1, 2 or 4 pieces whose width is a multiple of 64: {self}"
+            )
         if min(self.block_n, self.block_t) < 16:
             raise ValueError(f"a tile is at least 16 rows by 16 tokens: {self}")
 
 
-# Measured on an H200 with AdamW and bf16 states: the narrow tile hides its epilogue behind other blocks of the same
-# multiprocessor while memory is the limit, the wide one reuses operands while multiplying is.
+# Measured on an H200 with AdamW and bf16 states: the narrow tile hides its epilogue behind other blocks of
+# the same multiprocessor while memory is the limit, the wide one reuses operands while multiplying is.
 _FEW_TOKENS = TileConfig(64, 128, 64, group=8, split=2, warps=4, stages=4, prefetch=True)
 _MANY_TOKENS = TileConfig(128, 256, 64, group=8, split=4, warps=8, stages=4, prefetch=True)
 # Where the epilogue holds more than the wide tile leaves registers for (fp32 states, random rounding, fp8).
@@ -50,13 +54,17 @@ _INTERPRETED = TileConfig(32, 64, 32, group=2)
 
 
 def cache_path() -> Path:
-    """File of tuned configurations: `$TITANFORGE_CACHE_DIR/tiles.json`, by default under `~/.cache/titanforge`."""
+    """File of tuned configurations: `$TITANFORGE_CACHE_DIR/tiles.json`, by default under
+    `~/.cache/titanforge`.
+    """
     folder = os.environ.get("TITANFORGE_CACHE_DIR") or Path.home() / ".cache" / "titanforge"
     return Path(folder) / "tiles.json"
 
 
 def shape_key(device_name: str, n: int, k: int, tokens: int, dtype: torch.dtype, codecs: str) -> str:
-    """Key of the cache. Tokens are taken to the next power of two, so that near batch sizes share an entry."""
+    """Key of the cache. Tokens are taken to the next power of two, so that near batch sizes share an
+    entry.
+    """
     bucket = next_power_of_2(max(tokens, 1))
     return f"{device_name}/{n}x{k}/{bucket}/{str(dtype).removeprefix('torch.')}/{codecs}"
 
@@ -87,9 +95,9 @@ def choose_config(
 ) -> TileConfig:
     """The tuned configuration for this device and shape, or else the table's.
 
-    n, k: rows and columns of the weight. tokens: of the whole batch (per expert on average, for grouped weights).
-    dtype: of the operands. codecs: storage of weight and states, as in the key of a tuned entry. heavy: whether the
-    epilogue needs many registers.
+    n, k: rows and columns of the weight. tokens: of the whole batch (per expert on average, for grouped
+    weights). dtype: of the operands. codecs: storage of weight and states, as in the key of a tuned entry.
+    heavy: whether the epilogue needs many registers.
     """
     if INTERPRET and device.type == "cpu":
         return _INTERPRETED
@@ -111,7 +119,14 @@ def candidate_configs(dtype: torch.dtype) -> list[TileConfig]:
     """What the autotuner tries."""
     if dtype == torch.float32:
         return [_FP32, TileConfig(64, 64, 32, warps=4, stages=2), TileConfig(32, 64, 32, warps=4, stages=3)]
-    shapes = ((64, 128, 2, 4), (64, 128, 1, 4), (128, 128, 2, 8), (128, 128, 1, 8), (128, 256, 4, 8), (64, 256, 2, 4))
+    shapes = (
+        (64, 128, 2, 4),
+        (64, 128, 1, 4),
+        (128, 128, 2, 8),
+        (128, 128, 1, 8),
+        (128, 256, 4, 8),
+        (64, 256, 2, 4),
+    )
     return [
         TileConfig(block_n, block_k, 64, group, split, warps, stages, prefetch=True)
         for block_n, block_k, split, warps in shapes

@@ -1,9 +1,11 @@
 """Embedding rows: the gradient of a row is summed in registers over its tokens and consumed there.
 
-A dense gradient [V, D] never exists. Every row takes its step, also one that no token names: its gradient is zero,
-which decays its states as an ordinary optimizer would.
+A dense gradient [V, D] never exists. Every row takes its step, also one that no token names: its gradient is
+zero, which decays its states as an ordinary optimizer would.
 """
 
+# Slices of a tile are Python slices to Triton's compiler and `constexpr` to a type checker.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -53,7 +55,9 @@ def embedding_kernel(
         dy = tl.load(dy_ptr + token[:, None] * dy_stride_t + column, mask=mask, other=0.0)
         g += tl.sum(dy.to(tl.float32), axis=0)[None, :]
     if NORM:
-        tl.store(norm_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(g * g, axis=1), axis=0))
+        tl.store(
+            norm_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(g * g, axis=1), axis=0)
+        )
     base = row * D + first
     off = tl.arange(0, BLOCK_D)[None, :]
     if STORE_GRADIENT:
@@ -67,7 +71,8 @@ def embedding_kernel(
         update_tile(
             g, 1 - bad, base, off, inside, row * blocks + first // 64, block, first // 64 + block < blocks,
             tl.full([1, 1], row, tl.int64), first // 2 + tl.arange(0, BLOCK_D // 2)[None, :],
-            w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id,
+            w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr,
+            tensor_id,
             EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, STOCHASTIC, MASKED, OBSERVE,
         )  # fmt: skip
 
@@ -109,15 +114,16 @@ def embedding_update(
 
     dy: [..., D], the gradient at the embedding's output. ids: integers of the leading shape; ids outside the
     rows (of another vocabulary shard) are ignored. norm_partials: fp32 [embedding_tile_count(V, D)]. Other
-    arguments as `fused_wgrad_update`; the part skipped for a gradient that is not finite is a row (or 1024 columns of it).
+    arguments as `fused_wgrad_update`; the part skipped for a gradient that is not finite is a row (or 1024
+    columns of it).
     """
     epilogue = get_epilogue(epilogue) if isinstance(epilogue, str) else epilogue
     target = make_target(epilogue, weight, states, master=master, tensor_id=tensor_id)
     check_hyper(epilogue, hyper, rng, target.stochastic)
     if len(target.shape) != 2 or dy.shape[-1] != target.shape[1] or dy.shape[:-1] != ids.shape:
         raise ValueError(
-            f"an embedding of shape {tuple(target.shape)} takes ids [...] and dy [..., {target.shape[-1]}], not "
-            f"{tuple(ids.shape)} and {tuple(dy.shape)}"
+            f"an embedding of shape {tuple(target.shape)} takes ids [...] and dy [..., {target.shape[-1]}], "
+            f"not {tuple(ids.shape)} and {tuple(dy.shape)}"
         )
     if norm_partials is not None and norm_partials.numel() < embedding_tile_count(*target.shape):
         raise ValueError(f"norm_partials needs {embedding_tile_count(*target.shape)} values")
@@ -125,7 +131,8 @@ def embedding_update(
     fields = [(part.values, part.meta) for part in target.states] + [(None, None)] * (2 - len(target.states))
     _update_op(
         dy.flatten(0, -2), ids,
-        None if weight_part is None else weight_part.values, None if weight_part is None else weight_part.meta,
+        None if weight_part is None else weight_part.values, None if weight_part is None else
+        weight_part.meta,
         target.master, *fields[0], *fields[1], hyper, rng, norm_partials, nonfinite, tensor_id, epilogue.name,
         ",".join(target.codec_names), observe,
     )  # fmt: skip
@@ -179,7 +186,8 @@ def _launch(
         SLOTS=len(epilogue.slots) if epilogue is not None else 0,
         WEIGHT=parts[0] is not None, MASTER=parts[2] is not None,
         W_CODEC=codecs[0], S0_CODEC=codecs[1], S1_CODEC=codecs[2], STOCHASTIC=stochastic,
-        STORE_GRADIENT=gradient is not None, NORM=norm is not None, COUNT=nonfinite is not None, OBSERVE=observe,
+        STORE_GRADIENT=gradient is not None, NORM=norm is not None, COUNT=nonfinite is not None,
+        OBSERVE=observe,
         MASKED=columns % width != 0, BLOCK_D=width, BLOCK_T=_TOKENS_AT_ONCE, num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
 
@@ -220,7 +228,8 @@ def _update_op(
     target = Target(shape, stored_weight, states, master, tensor_id)
     if runs_triton(dy):
         _launch(
-            dy, ids, shape[0], kernel_parts(target), epilogue=rule, codecs=[CODECS[name].code for name in names],
+            dy, ids, shape[0], kernel_parts(target), epilogue=rule, codecs=[CODECS[name].code for name in
+            names],
             stochastic=target.stochastic, hyper=hyper, rng=rng, tensor_id=tensor_id, norm=norm_partials,
             nonfinite=nonfinite, observe=observe,
         )  # fmt: skip

@@ -1,10 +1,10 @@
 """Update rules as Triton functions on one fp32 tile, each the twin of a function in `references`.
 
-An epilogue has the signature `(g, w, s0, s1, h_ptr) -> (w, s0, s1)`: the fp32 gradient, weight and state tiles of
-one shape and the hyperparameter vector, to new tiles. Unused tiles are passed through. The order of operations is
-that of the reference, so that interpreted kernels agree with it bit for bit; compiled ones use the GPU's
-approximate square root and division and may differ from it by a few units in the last place, but not from one
-another: the fused, the flat and the embedding kernels all call the very same function.
+An epilogue has the signature `(g, w, s0, s1, h_ptr) -> (w, s0, s1)`: the fp32 gradient, weight and state
+tiles of one shape and the hyperparameter vector, to new tiles. Unused tiles are passed through. The order of
+operations is that of the reference, so that interpreted kernels agree with it bit for bit; compiled ones use
+the GPU's approximate square root and division and may differ from it by a few units in the last place, but
+not from one another: the fused, the flat and the embedding kernels all call the very same function.
 
 `h[0]`, the apply flag, is not looked at here: kernels leave a tile that is not to be applied unwritten.
 """
@@ -149,10 +149,10 @@ def momentum_state(g, w, s0, s1, h_ptr):
 class Epilogue:
     """One elementwise update rule in its two forms.
 
-    `slots` names the state tiles in argument order and `slot_kinds` says what they hold; `hyper_names` names the
-    fp32 hyperparameters. `updates_weight` is False for rules that only fold the gradient into their state: such a
-    launch neither reads nor writes the weight. `affine` says that the state is an affine function of the gradient,
-    so that partial gradients may be folded in one after the other.
+    `slots` names the state tiles in argument order and `slot_kinds` says what they hold; `hyper_names` names
+    the fp32 hyperparameters. `updates_weight` is False for rules that only fold the gradient into their
+    state: such a launch neither reads nor writes the weight. `affine` says that the state is an affine
+    function of the gradient, so that partial gradients may be folded in one after the other.
     """
 
     name: str
@@ -175,8 +175,10 @@ _KIND_OF_SLOT: dict[str, SlotKind] = {"m": "signed", "v": "square", "u": "magnit
 
 def _epilogue(name: str, function: Any, **flags: bool) -> Epilogue:
     slots = references.STATE_SLOTS[name]
-    kinds = tuple(_KIND_OF_SLOT[slot] for slot in slots)
-    return Epilogue(name, slots, kinds, references.HYPER_NAMES[name], function, references.REFERENCES[name], **flags)
+    kinds: tuple[SlotKind, ...] = tuple(_KIND_OF_SLOT[slot] for slot in slots)
+    return Epilogue(
+        name, slots, kinds, references.HYPER_NAMES[name], function, references.REFERENCES[name], **flags
+    )
 
 
 EPILOGUES: dict[str, Epilogue] = {

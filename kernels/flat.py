@@ -1,9 +1,12 @@
 """One launch over many tensors: the epilogues of the fused kernel, on gradients that lie in memory.
 
-Every tensor is cut into blocks of 64 columns of its matrix view, and a program takes `BLOCKS` consecutive blocks of
-one tensor. Pointers and sizes stand in a table on the device, kept as long as they stay the same.
+Every tensor is cut into blocks of 64 columns of its matrix view, and a program takes `BLOCKS` consecutive
+blocks of one tensor. Pointers and sizes stand in a table on the device, kept as long as they stay the same.
 """
 
+# Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportRedeclaration=false
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -14,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanforge.kernels._triton import HAS_TRITON, LAUNCH_OPTIONS, cdiv, constant, jit, kernel_view, runs_triton, tl
+from titanforge.kernels._triton import (
+    HAS_TRITON,
+    LAUNCH_OPTIONS,
+    cdiv,
+    constant,
+    jit,
+    runs_triton,
+    tl,
+)
 from titanforge.kernels.codecs import BLOCK, CODECS, Encoded, matrix_view
 from titanforge.kernels.epilogues import Epilogue, get_epilogue
 from titanforge.kernels.step import Target, check_hyper, make_target, reference_update
@@ -38,9 +49,10 @@ def flat_kernel(
 ):  # fmt: skip
     """One chunk of one tensor.
 
-    table: int64 [tensors, 13]: addresses of gradient, weight, its scales, master, first state, its scales, second
-    state, its scales; columns, blocks per row, blocks in all, tensor id, row of `h`. chunk: int32 [programs, 2]:
-    tensor, first block / BLOCKS. ALIGNED: addresses and columns are multiples of 16. MASKED: not every chunk is full.
+    table: int64 [tensors, 13]: addresses of gradient, weight, its scales, master, first state, its scales,
+    second state, its scales; columns, blocks per row, blocks in all, tensor id, row of `h`. chunk: int32
+    [programs, 2]: tensor, first block / BLOCKS. ALIGNED: addresses and columns are multiples of 16. MASKED:
+    not every chunk is full.
     """
     program = tl.program_id(0)
     entry = table_ptr + tl.load(chunk_ptr + 2 * program).to(tl.int64) * FIELDS
@@ -83,7 +95,8 @@ def flat_kernel(
     if COUNT and not OBSERVE:
         tl.atomic_add(nonfinite_ptr, bad, mask=(bad > 0) & (tl.load(h_ptr) != 0))
     update_tile(
-        g, 1 - bad, 0, off, inside, 0, scale_off, block < blocks, row, column // 2 + tl.arange(0, 32)[None, :],
+        g, 1 - bad, 0, off, inside, 0, scale_off, block < blocks, row, column // 2 + tl.arange(0, 32)[None,
+        :],
         w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id,
         EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, STOCHASTIC, MASKED, OBSERVE,
     )  # fmt: skip
@@ -99,8 +112,8 @@ class _Item:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Tensors of one signature share a launch."""
-        return (*self.target.codec_names, self.target.master is not None, self.gradient.dtype, self.aligned)
+        """Tensors of one signature share a launch (or two, of aligned and unaligned ones)."""
+        return (*self.target.codec_names, self.target.master is not None, self.gradient.dtype)
 
     @property
     def aligned(self) -> bool:
@@ -206,11 +219,11 @@ def flat_update(
 ) -> None:
     """Update many tensors in place, in one launch per combination of dtypes, codecs and alignment.
 
-    weights, grads, states: lists over tensors (states: per tensor, in slot order), of any shapes; weights may be
-    None for rules that do not touch them. grads: fp32, bf16 or fp16. hyper: fp32 [H], or [rows, H] with
+    weights, grads, states: lists over tensors (states: per tensor, in slot order), of any shapes; weights may
+    be None for rules that do not touch them. grads: fp32, bf16 or fp16. hyper: fp32 [H], or [rows, H] with
     hyper_rows, the row of each tensor (parameter groups). masters: fp32 or None per tensor. rng, tensor_ids,
-    nonfinite, observe: as `fused_wgrad_update`; the part skipped for a gradient that is not finite is a chunk of
-    2048 elements.
+    nonfinite, observe: as `fused_wgrad_update`; the part skipped for a gradient that is not finite is a chunk
+    of 2048 elements.
     """
     epilogue = get_epilogue(epilogue) if isinstance(epilogue, str) else epilogue
     count = len(grads)
@@ -220,7 +233,9 @@ def flat_update(
     hyper_index = list(hyper_rows) if hyper_rows is not None else [0] * count
     lengths = {len(weight_list), len(states), len(master_list), len(ids), len(hyper_index), count}
     if len(lengths) != 1:
-        raise ValueError(f"weights, grads, states, masters and ids must be lists of one length, not {sorted(lengths)}")
+        raise ValueError(
+            f"weights, grads, states, masters and ids must be lists of one length, not {sorted(lengths)}"
+        )
     hyper_table = hyper.unsqueeze(0) if hyper.dim() == 1 else hyper
     if any(not 0 <= row < hyper_table.shape[0] for row in hyper_index):
         raise ValueError(f"hyper_rows must be in 0..{hyper_table.shape[0] - 1}: {hyper_index}")
@@ -240,7 +255,12 @@ def flat_update(
 
 
 def _run_group(
-    epilogue: Epilogue, items: list[_Item], hyper: Tensor, rng: Tensor | None, nonfinite: Tensor | None, observe: bool
+    epilogue: Epilogue,
+    items: list[_Item],
+    hyper: Tensor,
+    rng: Tensor | None,
+    nonfinite: Tensor | None,
+    observe: bool,
 ) -> None:
     targets = [item.target for item in items]
 
@@ -281,7 +301,10 @@ def _update_op(
     rule, names = get_epilogue(epilogue), codecs.split(",")
     items = _rebuild_items(rule, names, grads, weights, masters, states, metas, hyper_rows, tensor_ids)
     if runs_triton(grads[0]):
-        _launch(rule, items, names, hyper, rng, nonfinite, observe)
+        for aligned in (True, False):
+            group = [item for item in items if item.aligned is aligned]
+            if group:
+                _launch(rule, group, names, hyper, rng, nonfinite, observe)
         return
     for item in items:
         gradient = item.gradient.to(torch.float32)
@@ -334,7 +357,8 @@ def _launch(
     types = [_element_type(codec.dtype) for codec in codecs]
     flat_kernel[(tables.chunks.shape[0],)](
         tables.table, tables.chunks, hyper, rng, None, nonfinite, hyper.shape[1],
-        EPILOGUE=rule.jit, SLOTS=len(rule.slots), WEIGHT=first.weight is not None, MASTER=first.master is not None,
+        EPILOGUE=rule.jit, SLOTS=len(rule.slots), WEIGHT=first.weight is not None, MASTER=first.master is not
+        None,
         W_CODEC=codecs[0].code, S0_CODEC=codecs[1].code, S1_CODEC=codecs[2].code, STOCHASTIC=first.stochastic,
         G_TYPE=_element_type(items[0].gradient.dtype), W_TYPE=types[0], S0_TYPE=types[1], S1_TYPE=types[2],
         NORM=False, COUNT=nonfinite is not None, OBSERVE=observe,
@@ -346,7 +370,8 @@ def _element_type(dtype: torch.dtype) -> Any:
     if not HAS_TRITON:
         return None
     return {
-        torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int8: tl.int8,
+        torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int8:
+        tl.int8,
     }.get(dtype, tl.uint8)  # fmt: skip
 
 

@@ -1,14 +1,17 @@
 """Counter-based random bits for stochastic rounding, the same in Triton and in torch.
 
-Philox4x32-10 (Salmon et al. 2011): no generator state, the bits are a function of a counter and a key. Here the
-key is the 64-bit seed and the counter is (column pair, row, step, tensor id), with row and column taken in the
-matrix view of the whole tensor. So the bits of an element depend neither on tiling nor on the kernel: a fused and
-a flat pass round alike, and a resumed run replays what the uninterrupted one would have drawn.
+Philox4x32-10 (Salmon et al. 2011): no generator state, the bits are a function of a counter and a key. Here
+the key is the 64-bit seed and the counter is (column pair, row, step, tensor id), with row and column taken
+in the matrix view of the whole tensor. So the bits of an element depend neither on tiling nor on the kernel:
+a fused and a flat pass round alike, and a resumed run replays what the uninterrupted one would have drawn.
 
-One counter yields four words; the even column of the pair owns the first two and the odd column the others. The
-64 bits of an element are four lanes of 16: weight, first state, second state, spare.
+One counter yields four words; the even column of the pair owns the first two and the odd column the others.
+The 64 bits of an element are four lanes of 16: weight, first state, second state, spare.
 """
 
+# Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportRedeclaration=false
 from __future__ import annotations
 
 import torch
@@ -76,7 +79,12 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tup
     for _ in range(10):
         # int64 products wrap modulo 2^64, and the masked arithmetic shift still yields the true high word.
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ key0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ key1, p0 & _MASK
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _MASK) ^ c1 ^ key0,
+            p1 & _MASK,
+            ((p0 >> 32) & _MASK) ^ c3 ^ key1,
+            p0 & _MASK,
+        )
         key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
     return c0, c1, c2, c3
 

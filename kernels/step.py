@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from titanforge.kernels._triton import kernel_view
-from titanforge.kernels.codecs import Encoded, as_encoded, decode, encode_, matrix_view, meta_shape, plain_codec
+from titanforge.kernels.codecs import (
+    Encoded,
+    as_encoded,
+    decode,
+    encode_,
+    exact_sqrt,
+    meta_shape,
+    plain_codec,
+)
 from titanforge.kernels.epilogues import Epilogue
 
 
@@ -17,8 +25,9 @@ from titanforge.kernels.epilogues import Epilogue
 class Target:
     """One weight with its states, as an update reads and writes them.
 
-    weight: None where the epilogue does not update it. master: fp32, of the weight's shape; then the epilogue works
-    on it and the weight is an encoded copy. tensor_id: sets this tensor's random bits apart from another's.
+    weight: None where the epilogue does not update it. master: fp32, of the weight's shape; then the epilogue
+    works on it and the weight is an encoded copy. tensor_id: sets this tensor's random bits apart from
+    another's.
     """
 
     shape: torch.Size
@@ -44,7 +53,9 @@ class Target:
 
     @property
     def heavy(self) -> bool:
-        """Whether its epilogue needs many registers: fp32 storage of two or more tensors, random bits, fp8."""
+        """Whether its epilogue needs many registers: fp32 storage of two or more tensors, random bits,
+        fp8.
+        """
         codecs = [part.codec for part in self.parts]
         wide = sum(codec.dtype == torch.float32 for codec in codecs) + (self.master is not None)
         return wide >= 2 or self.stochastic or any(codec.kind == "tensor" for codec in codecs)
@@ -90,16 +101,24 @@ def _check_part(rule: str, name: str, part: Encoded, shape: torch.Size) -> None:
     if not part.values.is_contiguous():
         raise ValueError(f"{rule}: {name} is updated in place and must be contiguous (shape {tuple(shape)})")
     if part.values.dtype != part.codec.dtype:
-        raise ValueError(f"{rule}: {name} is {part.values.dtype}, its codec {part.codec.name} holds {part.codec.dtype}")
+        raise ValueError(
+            f"{rule}: {name} is {part.values.dtype}, its codec {part.codec.name} holds {part.codec.dtype}"
+        )
     expected = meta_shape(part.codec, shape)
     found = None if part.meta is None else tuple(part.meta.shape)
     if found != expected:
-        raise ValueError(f"{rule}: the scales of {name} have shape {found}, {part.codec.name} needs {expected}")
+        raise ValueError(
+            f"{rule}: the scales of {name} have shape {found}, {part.codec.name} needs {expected}"
+        )
 
 
 def check_hyper(epilogue: Epilogue, hyper: Tensor, rng: Tensor | None, stochastic: bool) -> None:
     """Check the hyperparameter vector (fp32) and the random key (int64 [2]: seed, step)."""
-    if hyper.dtype != torch.float32 or hyper.shape[-1:] != (epilogue.hyper_length,) or not hyper.is_contiguous():
+    if (
+        hyper.dtype != torch.float32
+        or hyper.shape[-1:] != (epilogue.hyper_length,)
+        or not hyper.is_contiguous()
+    ):
         raise ValueError(
             f"{epilogue.name} takes a contiguous fp32 hyper vector of {epilogue.hyper_length} values "
             f"{epilogue.hyper_names}, not {hyper.dtype} {tuple(hyper.shape)}"
@@ -118,7 +137,8 @@ def reference_update(
     *,
     observe: bool = False,
 ) -> None:
-    """The whole update of one tensor in plain torch; the tile that is skipped when not finite is the whole tensor.
+    """The whole update of one tensor in plain torch; the tile that is skipped when not finite is the whole
+    tensor.
 
     gradient: fp32, of the target's shape.
     """
@@ -138,7 +158,7 @@ def reference_update(
     if observe:
         for part, value in zip(target.parts, (weight_new, *new) if target.weight is not None else new):
             if part.meta is not None and part.codec.kind == "tensor":
-                magnitude = (torch.sqrt(value) if part.codec.root else value).abs().amax()
+                magnitude = (exact_sqrt(value) if part.codec.root else value).abs().amax()
                 part.meta[2] = torch.maximum(part.meta[2], magnitude)
         return
     seed, step = (int(rng[0]), int(rng[1])) if rng is not None else (0, 0)
@@ -160,10 +180,8 @@ def kernel_parts(target: Target) -> list[Tensor | None]:
     ]
     for slot in range(2):
         state = states[slot] if slot < len(states) else None
-        flat += [kernel_view(state.values) if state is not None else None, state.meta if state is not None else None]
+        flat += [
+            kernel_view(state.values) if state is not None else None,
+            state.meta if state is not None else None,
+        ]
     return flat
-
-
-def rows_and_columns(target: Target) -> tuple[int, int]:
-    """Matrix view of the target."""
-    return matrix_view(target.shape)

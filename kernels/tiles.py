@@ -1,11 +1,14 @@
 """What all kernels do with one tile of gradient in registers: decode, apply the epilogue, encode, store.
 
-A tile is R rows by C columns (C a multiple of 64) of a tensor's matrix view. Kernels describe it by the element
-offset of its origin (`base`, int64 scalar) and the offsets inside it (`off`, [R, C]), the same for its block
-scales (`scale_base`, `scale_off` [R, C // 64]), masks, and the coordinates for random bits (`row` [R, 1], `pair`
-= column // 2, [R or 1, C // 2]). Codecs are compile-time bit fields (`Codec.code`).
+A tile is R rows by C columns (C a multiple of 64) of a tensor's matrix view. Kernels describe it by the
+element offset of its origin (`base`, int64 scalar) and the offsets inside it (`off`, [R, C]), the same for
+its block scales (`scale_base`, `scale_off` [R, C // 64]), masks, and the coordinates for random bits (`row`
+[R, 1], `pair` = column // 2, [R or 1, C // 2]). Codecs are compile-time bit fields (`Codec.code`).
 """
 
+# Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportRedeclaration=false
 from __future__ import annotations
 
 from titanforge.kernels import codecs
@@ -33,7 +36,9 @@ def load(pointers, mask, MASKED: tl.constexpr):
 
 @jit
 def decode_fp8(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """uint8 fp8 codes to fp32. Shifted into place, a code is the value times 2^(BIAS - 127), subnormals included."""
+    """uint8 fp8 codes to fp32. Shifted into place, a code is the value times 2^(BIAS - 127), subnormals
+    included.
+    """
     bits = code.to(tl.uint32)
     magnitude = ((bits & 0x7F) << (23 - MANTISSA)).to(tl.float32, bitcast=True)
     # 2^(127 - BIAS) as a power that fp32 holds: BIAS is 7 or 15.
@@ -60,7 +65,18 @@ def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 @jit
-def decode_tile(ptr, meta_ptr, base, off, mask, scale_base, scale_off, scale_mask, CODEC: tl.constexpr, MASKED: tl.constexpr):
+def decode_tile(
+    ptr,
+    meta_ptr,
+    base,
+    off,
+    mask,
+    scale_base,
+    scale_off,
+    scale_mask,
+    CODEC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """fp32 [R, C] of a stored tile; masked-out elements are 0."""
     codes = load(ptr + base + off, mask, MASKED)
     if (CODEC & KIND) == BLOCKWISE:
@@ -113,7 +129,9 @@ def encode_tile(
     x, lane, ptr, meta_ptr, base, off, mask, write, scale_base, scale_off, scale_mask,
     CODEC: tl.constexpr, MASKED: tl.constexpr, OBSERVE: tl.constexpr,
 ):  # fmt: skip
-    """Store fp32 [R, C] if `write` (an int32 scalar) is not 0. lane: 16 random bits per element in a uint32 tile."""
+    """Store fp32 [R, C] if `write` (an int32 scalar) is not 0. lane: 16 random bits per element in a uint32
+    tile.
+    """
     rows: tl.constexpr = x.shape[0]
     columns: tl.constexpr = x.shape[1]
     if CODEC & ROOT:
@@ -233,15 +251,15 @@ def update_tile(
         s0_lane = 0
         s1_lane = 0
     if WEIGHT:
-        if MASTER:
-            if not OBSERVE:
-                stored = tl.full([1, 1], write, tl.int32) != 0
-                if MASKED:
-                    stored = mask & stored
-                store(master_ptr + base + off, w_new, stored)
+        if MASTER and not OBSERVE:
+            stored = tl.full([1, 1], write, tl.int32) != 0
+            if MASKED:
+                stored = mask & stored
+            store(master_ptr + base + off, w_new, stored)
         w_write = write
         if (W_CODEC & KIND) == TENSORWISE:
-            # The scale of the whole tensor moves, so an unapplied tile must be written again under the new one.
+            # The scale of the whole tensor moves, so an unapplied tile must be written again under the new
+            # one.
             w_new = tl.where(is_good, w_new, w)
             w_write = apply
         encode_tile(
@@ -254,7 +272,8 @@ def update_tile(
             s0_new = tl.where(is_good, s0_new, s0)
             s0_write = apply
         encode_tile(
-            s0_new, s0_lane, s0_ptr, s0_meta_ptr, base, off, mask, s0_write, scale_base, scale_off, scale_mask,
+            s0_new, s0_lane, s0_ptr, s0_meta_ptr, base, off, mask, s0_write, scale_base, scale_off,
+            scale_mask,
             S0_CODEC, MASKED, OBSERVE,
         )  # fmt: skip
     if SLOTS >= 2:
@@ -263,6 +282,7 @@ def update_tile(
             s1_new = tl.where(is_good, s1_new, s1)
             s1_write = apply
         encode_tile(
-            s1_new, s1_lane, s1_ptr, s1_meta_ptr, base, off, mask, s1_write, scale_base, scale_off, scale_mask,
+            s1_new, s1_lane, s1_ptr, s1_meta_ptr, base, off, mask, s1_write, scale_base, scale_off,
+            scale_mask,
             S1_CODEC, MASKED, OBSERVE,
         )  # fmt: skip

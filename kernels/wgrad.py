@@ -1,12 +1,13 @@
 """Weight gradient and update in one kernel: the gradient exists in registers only.
 
-`fused_wgrad_update` runs an update rule on each tile of G = dyᵀ x as the tile is finished; `wgrad_accumulate` folds
-G into a state of an affine rule; `wgrad` stores G in fp32, from the same mainloop, so that the unfused path
-(`wgrad`, then `flat_update`) is bit for bit the fused one. All take grouped weights (experts) as well.
+`fused_wgrad_update` runs an update rule on each tile of G = dyᵀ x as the tile is finished; `wgrad_accumulate`
+folds G into a state of an affine rule; `wgrad` stores G in fp32, from the same mainloop, so that the unfused
+path (`wgrad`, then `flat_update`) is bit for bit the fused one. All take grouped weights (experts) as well.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -23,7 +24,9 @@ from titanforge.kernels.wgrad_kernel import wgrad_kernel
 
 @dataclass(frozen=True)
 class Operands:
-    """dy [T, N] and x [T, K] (leading axes flattened, any strides), and offsets [E + 1] for grouped weights."""
+    """dy [T, N] and x [T, K] (leading axes flattened, any strides), and offsets [E + 1] for grouped
+    weights.
+    """
 
     dy: Tensor
     x: Tensor
@@ -33,7 +36,12 @@ class Operands:
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight gradient."""
         matrix = (self.dy.shape[1], self.x.shape[1])
-        return matrix if self.offsets is None else (self.offsets.shape[0] - 1, *matrix)
+        return matrix if self.offsets is None else (self.experts, *matrix)
+
+    @property
+    def experts(self) -> int:
+        """Number of weights in the launch."""
+        return 1 if self.offsets is None else self.offsets.shape[0] - 1
 
 
 def _operands(dy: Tensor, x: Tensor, offsets: Tensor | None, expected: torch.Size | None = None) -> Operands:
@@ -88,10 +96,10 @@ def fused_wgrad_update(
 ) -> None:
     """Update weight and states in place by the gradient G = dyᵀ x, which is never stored.
 
-    dy: [..., N] and x: [..., K] of the same leading shape, bf16, fp16 or fp32, any strides. weight: [N, K], states
-    alike; or [E, N, K] with offsets [E + 1] (int), where tokens offsets[e] up to offsets[e + 1] belong to expert e,
-    and an expert without tokens gets its update with a zero gradient. With no tokens at all the same holds.
-    hyper: fp32 vector of the epilogue, h[0] = 0 leaves everything as it is, bit for bit.
+    dy: [..., N] and x: [..., K] of the same leading shape, bf16, fp16 or fp32, any strides. weight: [N, K],
+    states alike; or [E, N, K] with offsets [E + 1] (int), where tokens offsets[e] up to offsets[e + 1] belong
+    to expert e, and an expert without tokens gets its update with a zero gradient. With no tokens at all the
+    same holds. hyper: fp32 vector of the epilogue, h[0] = 0 leaves everything as it is, bit for bit.
     rng: int64 (seed, step), for codecs that round stochastically; equal (rng, tensor_id) replay equal bits.
     norm_partials: fp32 [tile_count(...)], receives the sum of squares of each tile of G, before h[3].
     nonfinite: int32 [1], counts tiles that were not applied because G was not finite there.
@@ -104,21 +112,31 @@ def fused_wgrad_update(
     target = make_target(epilogue, weight, states, master=master, tensor_id=tensor_id)
     operands = _operands(dy, x, offsets, target.shape)
     check_hyper(epilogue, hyper, rng, target.stochastic)
-    if config is None:
-        experts = target.shape[0] if offsets is not None else 1
-        config = config_for(operands.dy, operands.x, target, experts)
-    if norm_partials is not None and norm_partials.numel() < tile_count(target.shape, config):
-        raise ValueError(f"norm_partials holds {norm_partials.numel()} of {tile_count(target.shape, config)} tiles")
-    parts = {f"{name}": part for name, part in zip(("s0", "s1"), target.states)}
+    parts = dict(zip(("s0", "s1"), target.states))
     _update_op(
         operands.dy, operands.x, offsets,
         None if target.weight is None else target.weight.values,
         None if target.weight is None else target.weight.meta,
         target.master,
         *(field for name in ("s0", "s1") for field in _fields(parts.get(name))),
-        hyper, rng, norm_partials, nonfinite, bias_gradient, tensor_id, epilogue.name, ",".join(target.codec_names),
-        [int(value) for value in astuple(config)], observe,
+        hyper, rng, norm_partials, nonfinite, bias_gradient, tensor_id, epilogue.name,
+        ",".join(target.codec_names),
+        _packed(config), observe,
     )  # fmt: skip
+
+
+def _packed(config: TileConfig | None) -> list[int]:
+    """A configuration as a custom op takes it. It is chosen inside the op, out of the compiler's sight, if
+    None.
+    """
+    return [int(value) for value in astuple(config)] if config is not None else []
+
+
+def _config(packed: list[int], operands: Operands, target: Target | None) -> TileConfig:
+    if packed:
+        *sizes, prefetch = packed
+        return TileConfig(*sizes, prefetch=bool(prefetch))
+    return config_for(operands.dy, operands.x, target, operands.experts)
 
 
 def _fields(part: Encoded | None) -> tuple[Tensor | None, Tensor | None]:
@@ -140,8 +158,8 @@ def wgrad_accumulate(
 ) -> None:
     """M <- decay M + gain G, in place: the state update of affine rules, once per micro-batch.
 
-    hyper: (apply, 0, 0, grad_scale, decay, gain). The first micro-batch of a step passes the rule's decay and the
-    later ones 1, so that no gradient buffer is needed. Other arguments as `fused_wgrad_update`.
+    hyper: (apply, 0, 0, grad_scale, decay, gain). The first micro-batch of a step passes the rule's decay and
+    the later ones 1, so that no gradient buffer is needed. Other arguments as `fused_wgrad_update`.
     """
     fused_wgrad_update(
         dy, x, None, [state], "momentum_state", hyper, offsets=offsets, rng=rng, tensor_id=tensor_id,
@@ -149,12 +167,14 @@ def wgrad_accumulate(
     )  # fmt: skip
 
 
-def wgrad(dy: Tensor, x: Tensor, *, offsets: Tensor | None = None, config: TileConfig | None = None) -> Tensor:
-    """G = dyᵀ x in fp32, [N, K] or [E, N, K], summed in the order of the fused kernel of the same `config`."""
+def wgrad(
+    dy: Tensor, x: Tensor, *, offsets: Tensor | None = None, config: TileConfig | None = None
+) -> Tensor:
+    """G = dyᵀ x in fp32, [N, K] or [E, N, K], summed in the order of the fused kernel of the same
+    `config`.
+    """
     operands = _operands(dy, x, offsets)
-    experts = operands.shape[0] if offsets is not None else 1
-    config = config or config_for(operands.dy, operands.x, experts=experts)
-    return _gradient_op(operands.dy, operands.x, offsets, [int(value) for value in astuple(config)])
+    return _gradient_op(operands.dy, operands.x, offsets, _packed(config))
 
 
 def wgrad_reference(dy: Tensor, x: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -163,7 +183,7 @@ def wgrad_reference(dy: Tensor, x: Tensor, offsets: Tensor | None = None) -> Ten
     if offsets is None:
         return dy.t() @ x
     bounds = offsets.tolist()
-    return torch.stack([dy[a:b].t() @ x[a:b] for a, b in zip(bounds, bounds[1:])])
+    return torch.stack([dy[a:b].t() @ x[a:b] for a, b in itertools.pairwise(bounds)])
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -201,7 +221,8 @@ def _launch(
         SLOTS=len(epilogue.slots) if epilogue is not None else 0,
         WEIGHT=weight is not None, MASTER=master is not None,
         W_CODEC=codecs[0], S0_CODEC=codecs[1], S1_CODEC=codecs[2], STOCHASTIC=stochastic,
-        STORE_GRADIENT=gradient is not None, GROUPED=operands.offsets is not None, BIAS=bias_gradient is not None,
+        STORE_GRADIENT=gradient is not None, GROUPED=operands.offsets is not None, BIAS=bias_gradient is not
+        None,
         NORM=norm is not None, COUNT=nonfinite is not None, OBSERVE=observe,
         TO_FP32=mixed or (INTERPRET and not dy.is_cuda),
         PRECISION=_precision(torch.float32 if mixed else dy.dtype),
@@ -219,7 +240,7 @@ def _gradient_op(dy: Tensor, x: Tensor, offsets: Tensor | None, config: list[int
         return wgrad_reference(dy, x, offsets)
     operands = Operands(dy, x, offsets)
     gradient = torch.empty(operands.shape, dtype=torch.float32, device=dy.device)
-    _launch(operands, TileConfig(*config), [None] * 7, gradient=gradient)
+    _launch(operands, _config(config, operands, None), [None] * 7, gradient=gradient)
     return gradient
 
 
@@ -229,7 +250,8 @@ def _(dy: Tensor, x: Tensor, offsets: Tensor | None, config: list[int]) -> Tenso
 
 
 _MUTATED = (
-    "weight", "weight_meta", "master", "s0", "s0_meta", "s1", "s1_meta", "norm_partials", "nonfinite", "bias_gradient",
+    "weight", "weight_meta", "master", "s0", "s0_meta", "s1", "s1_meta", "norm_partials", "nonfinite",
+    "bias_gradient",
 )  # fmt: skip
 
 
@@ -267,8 +289,13 @@ def _update_op(
     operands = Operands(dy, x, offsets)
     target = Target(torch.Size(operands.shape), stored_weight, tuple(stored), master, tensor_id)
     if runs_triton(dy):
+        tiles = _config(config, operands, target)
+        if norm_partials is not None and norm_partials.numel() < tile_count(operands.shape, tiles):
+            raise ValueError(
+                f"norm_partials holds {norm_partials.numel()} of {tile_count(operands.shape, tiles)} tiles"
+            )
         _launch(
-            operands, TileConfig(*config), kernel_parts(target), epilogue=rule,
+            operands, tiles, kernel_parts(target), epilogue=rule,
             codecs=[CODECS[name].code for name in names], stochastic=target.stochastic, hyper=hyper, rng=rng,
             tensor_id=tensor_id, norm=norm_partials, nonfinite=nonfinite, bias_gradient=bias_gradient,
             observe=observe,
@@ -288,7 +315,7 @@ def _bias_gradient_reference(dy: Tensor, offsets: Tensor | None) -> Tensor:
     if offsets is None:
         return dy.sum(0)
     bounds = offsets.tolist()
-    return torch.stack([dy[a:b].sum(0) for a, b in zip(bounds, bounds[1:])])
+    return torch.stack([dy[a:b].sum(0) for a, b in itertools.pairwise(bounds)])
 
 
 @_update_op.register_fake

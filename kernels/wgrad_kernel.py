@@ -3,6 +3,9 @@
 Algorithm 1 of the FORGE paper. `wgrad` holds the functions that launch it.
 """
 
+# Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportRedeclaration=false
 from __future__ import annotations
 
 from titanforge.kernels._triton import jit, tl
@@ -50,10 +53,11 @@ def wgrad_kernel(
 ):  # fmt: skip
     """One [BLOCK_N, BLOCK_K] tile of one weight (or one expert's).
 
-    dy: [T, N], x: [T, K], any strides. Weight, master, states: [N, K] contiguous, or [E, N, K] with offsets [E + 1],
-    the first token of each expert. gradient (STORE_GRADIENT): fp32 [N, K] or [E, N, K], instead of an update.
-    norm: fp32 [tiles], the sum of squares of each tile. nonfinite: int32 [1], counts tiles left unapplied.
-    TO_FP32: cast operands before the dot (mixed dtypes; and the interpreter, whose bf16 products are wrong).
+    dy: [T, N], x: [T, K], any strides. Weight, master, states: [N, K] contiguous, or [E, N, K] with offsets
+    [E + 1], the first token of each expert. gradient (STORE_GRADIENT): fp32 [N, K] or [E, N, K], instead of
+    an update. norm: fp32 [tiles], the sum of squares of each tile. nonfinite: int32 [1], counts tiles left
+    unapplied. TO_FP32: cast operands before the dot (mixed dtypes; and the interpreter, whose bf16 products
+    are wrong).
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_k = tl.cdiv(K, BLOCK_K)
@@ -77,20 +81,33 @@ def wgrad_kernel(
     base = first_row * K + j * BLOCK_K
 
     if PREFETCH:
-        # The epilogue's reads travel to L2 while the mainloop runs. 64 bf16 or 32 fp32 are a line of 128 bytes.
+        # The epilogue's reads travel to L2 while the mainloop runs. 64 bf16 or 32 fp32 are a line of 128
+        # bytes.
         if WEIGHT:
             if MASTER:
                 prefetch_tile(master_ptr, base, K, BLOCK_N, BLOCK_K, 32)
             else:
-                prefetch_tile(w_ptr, base, K, BLOCK_N, BLOCK_K, 1024 // w_ptr.dtype.element_ty.primitive_bitwidth)
+                prefetch_tile(
+                    w_ptr, base, K, BLOCK_N, BLOCK_K, 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
+                )
         if SLOTS >= 1:
-            prefetch_tile(s0_ptr, base, K, BLOCK_N, BLOCK_K, 1024 // s0_ptr.dtype.element_ty.primitive_bitwidth)
+            prefetch_tile(
+                s0_ptr, base, K, BLOCK_N, BLOCK_K, 1024 // s0_ptr.dtype.element_ty.primitive_bitwidth
+            )
         if SLOTS >= 2:
-            prefetch_tile(s1_ptr, base, K, BLOCK_N, BLOCK_K, 1024 // s1_ptr.dtype.element_ty.primitive_bitwidth)
+            prefetch_tile(
+                s1_ptr, base, K, BLOCK_N, BLOCK_K, 1024 // s1_ptr.dtype.element_ty.primitive_bitwidth
+            )
 
     t = tl.arange(0, BLOCK_T)
-    dy_tile = dy_ptr + i.to(tl.int64) * BLOCK_N * dy_stride_n + (t[:, None] * dy_stride_t + n[None, :] * dy_stride_n)
-    x_tile = x_ptr + j.to(tl.int64) * BLOCK_K * x_stride_k + (t[:, None] * x_stride_t + k[None, :] * x_stride_k)
+    dy_tile = (
+        dy_ptr
+        + i.to(tl.int64) * BLOCK_N * dy_stride_n
+        + (t[:, None] * dy_stride_t + n[None, :] * dy_stride_n)
+    )
+    x_tile = (
+        x_ptr + j.to(tl.int64) * BLOCK_K * x_stride_k + (t[:, None] * x_stride_t + k[None, :] * x_stride_k)
+    )
     dy_step = tl.cast(dy_stride_t, tl.int64) * BLOCK_T
     x_step = tl.cast(x_stride_t, tl.int64) * BLOCK_T
     g = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -126,7 +143,7 @@ def wgrad_kernel(
         x_tile += x_step
 
     if BIAS:
-        tl.store(bias_gradient_ptr + first_row + n, bias_gradient, mask=n_inside & (j == 0))
+        tl.store(bias_gradient_ptr + first_row + n, bias_gradient, mask=n_inside & (n * 0 + j == 0))
     if NORM:
         tl.store(norm_ptr + program, tl.sum(tl.sum(g * g, axis=1), axis=0))
     if STORE_GRADIENT:
@@ -163,6 +180,7 @@ def wgrad_kernel(
                 first_row * blocks + column // 64, n[:, None] * blocks + block[None, :],
                 n_inside[:, None] & (column // 64 + block < blocks)[None, :],
                 row, column // 2 + tl.arange(0, width // 2)[None, :],
-                w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id,
+                w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr,
+                tensor_id,
                 EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, STOCHASTIC, masked, OBSERVE,
             )  # fmt: skip

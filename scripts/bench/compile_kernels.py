@@ -1,6 +1,7 @@
 """Compile every epilogue with every storage form for Hopper (sm_90), on a machine without a GPU.
 
-Reports registers, spills and shared memory of each kernel as ptxas states them, and exits 1 if one does not compile.
+Reports registers, spills and shared memory of each kernel as ptxas states them, and exits 1 if one does not
+compile.
 
     python scripts/bench/compile_kernels.py [--quick] [--out FOLDER]
 """
@@ -77,7 +78,8 @@ def _part_pointers(epilogue: Epilogue, recipe: str) -> dict[str, str | None]:
     names, master = _codecs(recipe, epilogue)
     has = (epilogue.updates_weight, len(epilogue.slots) >= 1, len(epilogue.slots) >= 2)
     return {
-        **{f"{key}_ptr": _pointer(name) if there else None for key, name, there in zip(("w", "s0", "s1"), names, has)},
+        **{f"{key}_ptr": _pointer(name) if there else None for key, name, there in zip(("w", "s0", "s1"),
+        names, has)},
         **{f"{key}_meta_ptr": "*fp32" if there else None for key, there in zip(("w", "s0", "s1"), has)},
         "master_ptr": "*fp32" if master and epilogue.updates_weight else None,
         "h_ptr": "*fp32", "rng_ptr": "*i64",
@@ -85,7 +87,8 @@ def _part_pointers(epilogue: Epilogue, recipe: str) -> dict[str, str | None]:
 
 
 def wgrad_source(
-    epilogue: Epilogue, recipe: str, config: TileConfig, *, masked: bool, grouped: bool, operand: str = "*bf16",
+    epilogue: Epilogue, recipe: str, config: TileConfig, *, masked: bool, grouped: bool, operand: str =
+    "*bf16",
     store: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:  # fmt: skip
     """(argument types, constants, launch options) of one specialisation of the weight-gradient kernel."""
@@ -138,10 +141,12 @@ def embedding_source(
     """The same of the embedding kernel."""
     types = {
         "dy_ptr": "*bf16", "order_ptr": "*i64", "bounds_ptr": "*i64", "gradient_ptr": None, "norm_ptr": None,
-        "nonfinite_ptr": "*i32", **_part_pointers(epilogue, recipe), "tensor_id": "i32", "D": "i32", "dy_stride_t": "i32",
+        "nonfinite_ptr": "*i32", **_part_pointers(epilogue, recipe), "tensor_id": "i32", "D": "i32",
+        "dy_stride_t": "i32",
     }  # fmt: skip
     constants = {
-        **_epilogue_constants(epilogue, recipe), "STORE_GRADIENT": False, "NORM": False, "COUNT": True, "MASKED": False,
+        **_epilogue_constants(epilogue, recipe), "STORE_GRADIENT": False, "NORM": False, "COUNT": True,
+        "MASKED": False,
         "BLOCK_D": 1024, "BLOCK_T": 4,
     }  # fmt: skip
     return types, constants, {"num_warps": 4, "num_stages": 1}
@@ -154,7 +159,8 @@ def compile_one(
     names = function.arg_names
     signature = {name: types.get(name) or "constexpr" for name in names}
     values = {(names.index(name),): constants.get(name) for name in names if signature[name] == "constexpr"}
-    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name] not in ("constexpr",)
+    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name] not in
+    ("constexpr",)
                  and name not in ("tensor_id", "T", "hyper_length")}  # fmt: skip
     source = ASTSource(function, signature, values, divisible)
     started = time.perf_counter()
@@ -169,7 +175,8 @@ def _ptxas_report(ptx: str) -> dict[str, int]:
         path.write_text(ptx)
         arch = "sm_90a" if "sm_90a" in ptx else "sm_90"
         done = subprocess.run(
-            [get_ptxas(90).path, "-v", f"-arch={arch}", "--fmad=false", str(path), "-o", str(path.with_suffix(".cubin"))],
+            [get_ptxas(90).path, "-v", f"-arch={arch}", "--fmad=false", str(path), "-o",
+            str(path.with_suffix(".cubin"))],
             capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode != 0:
@@ -215,14 +222,14 @@ def jobs(quick: bool) -> list[tuple[str, Any, tuple[dict[str, Any], dict[str, An
 
 def main() -> int:
     """Compile, print one line each, write compile.json."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Compile every kernel for Hopper.")
     parser.add_argument("--quick", action="store_true", help="AdamW only")
     parser.add_argument("--out", type=Path, help="folder for compile.json")
-    parser.add_argument("--only", default="", help="substring of the names to compile")
+    parser.add_argument("--only", default="", help="regular expression that names to compile must match")
     arguments = parser.parse_args()
     reports, failures = [], 0
     for name, function, source in jobs(arguments.quick):
-        if arguments.only not in name:
+        if not re.search(arguments.only, name):
             continue
         try:
             report = compile_one(function, *source)

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from titanforge.checkpoint import json_state, layout, loading, safetensors_format
 from titanforge.checkpoint.dcp_format import MarkedWriter, explain
 from titanforge.checkpoint.layout import CheckpointError
 from titanforge.checkpoint.loading import RANK_PARTS, TENSOR_PARTS, on_main
+from titanforge.checkpoint.staging import HostStager
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class CheckpointManager:
         self._group = runtime.checkpoint_group
         self._saved_step = -1
         self._pending: tuple[int, Future] | None = None
-        self._stager: DefaultStager | None = None
+        self._stager: HostStager | None = None
         self._writes = settings.enable and not settings.load_only
         if self._writes and settings.async_mode != "disabled":
             self._stager = self._make_stager()
@@ -184,7 +184,7 @@ class CheckpointManager:
             self.maybe_wait()
         finally:
             if self._stager is not None:
-                self._stager.close()
+                self._stager.release()
                 self._stager = None
 
     def _save_error(self, step: int, error: BaseException) -> CheckpointError:
@@ -200,7 +200,7 @@ class CheckpointManager:
         except OSError as error:
             logger.warning("could not purge %s (%s); training goes on", self.folder, error)
 
-    def _make_stager(self) -> DefaultStager:
+    def _make_stager(self) -> HostStager:
         on_gpu = self._runtime.device.type == "cuda"
         pinned = self.settings.async_mode == "async_with_pinned_mem"
         if pinned and not on_gpu:
@@ -208,14 +208,7 @@ class CheckpointManager:
                 'checkpoint.async_mode = "async_with_pinned_mem": host memory is pinned for GPUs alone; '
                 'here it does what "async" does.'
             )
-        return DefaultStager(
-            StagingOptions(
-                use_pinned_memory=pinned and on_gpu,
-                use_shared_memory=False,  # the writer is a thread of this process
-                use_async_staging=False,  # the old values must be copied before training goes on
-                use_non_blocking_copy=on_gpu,
-            )
-        )
+        return HostStager(pin=pinned and on_gpu)
 
     def _export(self, step: int, state: State) -> None:
         """Weights alone, as safetensors in ``export-step-N``; gathered tensor by tensor."""

@@ -11,6 +11,7 @@ import sys
 
 def main(argv: list[str]) -> int:
     from titanforge.config import ConfigError, format_help, load_config
+    from titanforge.failure import tell_all_alike
 
     if {"-h", "--help"} & set(argv):
         print(format_help())
@@ -21,7 +22,7 @@ def main(argv: list[str]) -> int:
 
         return run(config)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_all_alike(str(error))
         return 2
 
 

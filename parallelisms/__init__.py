@@ -15,11 +15,12 @@ from titanforge.parallelisms.data_parallel import (
     set_is_last_micro_batch,
 )
 from titanforge.parallelisms.determinism import set_determinism
-from titanforge.parallelisms.distributed import Runtime, init_distributed
+from titanforge.parallelisms.distributed import PeerFailure, Runtime, init_distributed
 from titanforge.parallelisms.mesh import ParallelDims
 
 __all__ = [
     "ParallelDims",
+    "PeerFailure",
     "Runtime",
     "apply_activation_checkpoint",
     "apply_compile",

@@ -24,6 +24,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
 
 
+class PeerFailure(RuntimeError):
+    """Another rank failed, and all agreed to stop; the message names it and says what it raised."""
+
+
 class CommSettings(Protocol):
     """What ``init_distributed`` reads of the `[comm]` section."""
 
@@ -98,12 +102,12 @@ class Runtime:
             doing: what was being done, for the message.
 
         Raises:
-            The caught error where there is one; a RuntimeError that names the culprit elsewhere.
+            The caught error where there is one; PeerFailure, which names the culprit, elsewhere.
         """
         messages = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        raise RuntimeError(f"rank {failed_rank} failed while {doing}: {messages[failed_rank]}")
+        raise PeerFailure(f"rank {failed_rank} failed while {doing}: {messages[failed_rank]}")
 
     def shorten_timeout(self) -> None:
         """Switch from the start-up timeout to the one for training; once, on all ranks together.

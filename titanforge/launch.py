@@ -9,9 +9,11 @@ import traceback
 import torch
 
 from titanforge.config import ConfigError, JobConfig, to_toml, validate_config
+from titanforge.failure import one_line, tell, tell_all_alike
 from titanforge.interruption import (
     EXIT_CONFIG,
     EXIT_DONE,
+    EXIT_ERROR,
     EXIT_INTERRUPTED,
     EXIT_NONFINITE,
     Interrupted,
@@ -20,7 +22,11 @@ from titanforge.interruption import (
 
 
 def run(config: JobConfig) -> int:
-    """Train (or dry-run) ``config``; returns the process's exit code."""
+    """Train (or dry-run) ``config``; returns the process's exit code.
+
+    Raises:
+        ConfigError: from the checks before anything is built.
+    """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,12 +37,26 @@ def run(config: JobConfig) -> int:
         if config.job.print_config:
             print(to_toml(config))
     if config.job.dry_run:
-        if rank == 0:
-            from titanforge.dry_run import dry_run_report
+        return _dry_run(config, rank, world_size, device_type)
+    return _train(config, rank, device_type)
 
+
+def _dry_run(config: JobConfig, rank: int, world_size: int, device_type: str) -> int:
+    from titanforge.dry_run import dry_run_report
+
+    if rank == 0:
+        try:
             print(dry_run_report(config, world_size, device_type))
-        return EXIT_DONE
+        except (ValueError, OSError) as error:
+            tell_all_alike(one_line(error))
+            return EXIT_CONFIG
+    return EXIT_DONE
 
+
+def _train(config: JobConfig, rank: int, device_type: str) -> int:
+    from titanforge.checkpoint import CheckpointError
+    from titanforge.data import DataError
+    from titanforge.parallelisms import PeerFailure
     from titanforge.trainer import Trainer
 
     trainer: Trainer | None = None
@@ -52,13 +72,23 @@ def run(config: JobConfig) -> int:
         if rank == 0:
             print(f"error: {stop}", file=sys.stderr)
         return EXIT_NONFINITE
-    except ConfigError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    except Exception:
+    except PeerFailure as failure:
+        if rank == 0:  # the rank that failed speaks for itself too, but its log may be on another node
+            print(f"error: {failure}", file=sys.stderr)
+        return EXIT_ERROR
+    except DataError as error:
+        print(f"error: rank {rank} cannot read the data: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except CheckpointError as error:
+        tell(str(error))
+        return EXIT_ERROR
+    except Exception as error:
+        # While nothing is built yet, these are about what the user asked for.
+        if trainer is None and isinstance(error, (ConfigError, ValueError, OSError)):
+            tell(one_line(error))
+            return EXIT_CONFIG
         print(f"[rank {rank}] failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        raise
+        return EXIT_ERROR
     finally:
         if trainer is not None:
             trainer.close()

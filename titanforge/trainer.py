@@ -262,6 +262,7 @@ class Trainer:
         """
         failure: Exception | None = None
         batches: list[Batch] = []
+        position = self.loader.state_dict()
         with self.metrics.data_loading():
             try:
                 batches = [next(self.loader) for _ in range(self.micro_batches)]
@@ -274,6 +275,8 @@ class Trainer:
         if failed:
             self.runtime.raise_together(failure, failed - 1, "loading data")
         if signalled:
+            # What was just fetched is not trained on any more: the resumed run must begin with it.
+            self.loader.load_state_dict(merge_states(self.runtime.all_gather_object(position)))
             self._save_and_interrupt(signalled)
         return batches, max(valid, 1)
 

@@ -12,7 +12,8 @@ import pytest
 import tiktoken
 
 from titanforge.data import build_tokenizer
-from titanforge.data.tokenizers.bpe import CHUNK, FAMILIES, LONGEST_RUN
+from titanforge.data.tokenizers.pieces import CHUNK, LONGEST_RUN
+from titanforge.data.tokenizers.ranks import FAMILIES
 
 SAMPLES = [
     "hello world",
@@ -134,20 +135,36 @@ def test_auto_looks_into_the_assets_folder(tmp_path):
         build_tokenizer("auto", "/no/such/place")
     with pytest.raises(FileNotFoundError, match="no tokenizer file there"):
         build_tokenizer("auto", str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"its tokenizer\.json is not supported"):
-        build_tokenizer("auto", str(tmp_path))
     llama = package_file("llama_models", "llama3/tokenizer.model")
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "tokenizer.model").symlink_to(llama)
     assert build_tokenizer("auto", str(tmp_path)).name.startswith("llama3-")
     assert build_tokenizer(str(tmp_path)).name.startswith("llama3-")
+    for name in ("a.tiktoken", "b.tiktoken"):
+        (tmp_path / name).symlink_to(llama)
+    with pytest.raises(ValueError, match=r"several \*\.tiktoken files \(a\.tiktoken, b\.tiktoken\)"):
+        build_tokenizer("auto", str(tmp_path))
+    (tmp_path / "tokenizer.model").symlink_to(llama)
+    assert build_tokenizer("auto", str(tmp_path)).name.startswith("llama3-")
+    (tmp_path / "tokenizer.json").write_text("{}")  # comes before all others
+    with pytest.raises(ValueError, match=r"tokenizer\.json: no model\.vocab in it"):
+        build_tokenizer("auto", str(tmp_path))
+
+
+def test_a_file_inside_an_installed_package():
+    package_file("llama_models", "llama3/tokenizer.model")
+    assert build_tokenizer("package:llama_models/llama3/tokenizer.model").name.startswith("llama3-")
+    with pytest.raises(FileNotFoundError, match="the package 'llama_models' holds no 'llama3/none'"):
+        build_tokenizer("package:llama_models/llama3/none")
+    for name in ("no_such_package_here", "not-a-name", "", "textwrap"):
+        with pytest.raises(FileNotFoundError, match="no Python package"):
+            build_tokenizer(f"package:{name}/a")
 
 
 def test_files_of_other_kinds_are_named(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not supported\. Supported: `byte`"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: no model\.vocab in it"):
         build_tokenizer(str(path))
     path = tmp_path / "tokenizer.model"
     path.write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00 \xc1")

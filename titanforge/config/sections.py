@@ -211,7 +211,8 @@ class Training:
 @dataclass
 class Data:
     tokenizer: str = "auto"
-    """`auto` (from model.hf_assets_path, else byte), `byte`, or the path of a tokenizer file."""
+    """`auto` (from model.hf_assets_path, else byte), `byte`, the path of a tokenizer file or folder, or
+    `package:NAME/PATH`: a file inside an installed Python package."""
     text_key: str = "text"
     """Field or column that holds the text (`jsonl`, `parquet`)."""
     num_streams: int = 64

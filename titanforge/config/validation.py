@@ -250,9 +250,13 @@ def _check_data(config: JobConfig) -> None:
         raise refusal(
             config, "model.hf_assets_path", 'no such folder: correct it, or set data.tokenizer = "byte"'
         )
+    if tokenizer.startswith("package:"):  # a file inside an installed Python package; found when it is read
+        return
     if tokenizer not in ("auto", "byte") and not Path(tokenizer).expanduser().exists():
         raise refusal(
-            config, "data.tokenizer", 'must be "auto", "byte" or the path of a tokenizer file; no such file'
+            config,
+            "data.tokenizer",
+            'must be "auto", "byte", the path of a tokenizer file, or package:NAME/PATH; no such file',
         )
 
 

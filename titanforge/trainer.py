@@ -85,7 +85,9 @@ class Trainer:
         self.tokenizer = build_tokenizer(config.data.tokenizer, config.model.hf_assets_path)
         self.micro_batches, self.loader = self._build_loader()
         self.model, self.model_args = self._build_model()
-        self.optimizer = build_optimizer(self.model, config.optimizer, config.training.dtype)
+        self.optimizer = build_optimizer(
+            self.model, config.optimizer, config.training.dtype, seed=self.seed
+        )
         self.ledger = CommLedger()
         self.sync = self._owned(build_sync_policy(config.sync.policy, config.sync.bucket_mib))
         self.sync.attach(self.model, self.dims.get_group("dp_replicate"), self.ledger)

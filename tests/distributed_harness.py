@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,12 +47,20 @@ class RankFailure(AssertionError):
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: str, backend: str | None, timeout: float, fn: Callable, args: tuple
+    rank: int,
+    world_size: int,
+    folder: str,
+    port: int,
+    backend: str | None,
+    timeout: float,
+    fn: Callable,
+    args: tuple,
 ) -> None:
     log = os.open(os.path.join(folder, f"log_{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         import torch
         import torch.distributed as dist
@@ -114,8 +123,8 @@ def run_distributed(
     Args:
         fn: a module-level function (it is pickled by name); what it returns must pickle.
         timeout: seconds for the whole run, and the group's collective timeout.
-        backend: process-group backend; None leaves joining a group to ``fn`` (RANK, WORLD_SIZE and
-            LOCAL_RANK are set).
+        backend: process-group backend; None leaves joining a group to ``fn`` (RANK, WORLD_SIZE,
+            LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set).
 
     Returns:
         What each rank returned, by rank.
@@ -124,13 +133,16 @@ def run_distributed(
         RankFailure: with the traceback and the log of the first rank that failed.
     """
     context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         saved = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the children, read when they import torch
         try:
             processes = [
                 context.Process(
-                    target=_rank_main, args=(rank, world_size, folder, backend, timeout, fn, args)
+                    target=_rank_main, args=(rank, world_size, folder, port, backend, timeout, fn, args)
                 )
                 for rank in range(world_size)
             ]

@@ -32,9 +32,14 @@ else:
 INTERPRET: bool = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def jit(function: Any) -> Any:
-    """`triton.jit` where Triton is installed; otherwise the function itself, which nothing will call."""
-    return triton.jit(function) if HAS_TRITON else function
+def jit(function: Any = None, *, unspecialized: tuple[str, ...] = ()) -> Any:
+    """`triton.jit` where Triton is installed; otherwise the function itself, which nothing will call.
+
+    unspecialized: arguments whose value must not lead to another compilation (1, or a multiple of 16).
+    """
+    if function is None:
+        return lambda inner: jit(inner, unspecialized=unspecialized)
+    return triton.jit(do_not_specialize=list(unspecialized))(function) if HAS_TRITON else function
 
 
 def constant(value: Any) -> Any:

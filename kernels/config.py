@@ -61,12 +61,17 @@ def cache_path() -> Path:
     return Path(folder) / "tiles.json"
 
 
-def shape_key(device_name: str, n: int, k: int, tokens: int, dtype: torch.dtype, codecs: str) -> str:
+def device_name(device: torch.device) -> str:
+    """The card's name, under which its tuned configurations are kept."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def shape_key(name: str, n: int, k: int, tokens: int, dtype: torch.dtype, codecs: str) -> str:
     """Key of the cache. Tokens are taken to the next power of two, so that near batch sizes share an
     entry.
     """
     bucket = next_power_of_2(max(tokens, 1))
-    return f"{device_name}/{n}x{k}/{bucket}/{str(dtype).removeprefix('torch.')}/{codecs}"
+    return f"{name}/{n}x{k}/{bucket}/{str(dtype).removeprefix('torch.')}/{codecs}"
 
 
 @cache
@@ -103,7 +108,7 @@ def choose_config(
         return _INTERPRETED
     tuned = _tuned()
     if tuned:
-        key = shape_key(torch.cuda.get_device_name(device), n, k, tokens, dtype, codecs)
+        key = shape_key(device_name(device), n, k, tokens, dtype, codecs)
         if key in tuned:
             return tuned[key]
     if dtype == torch.float32:

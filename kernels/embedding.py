@@ -23,7 +23,7 @@ _WIDEST = 1024
 _TOKENS_AT_ONCE = 4
 
 
-@jit
+@jit(unspecialized=("tensor_id",))
 def embedding_kernel(
     dy_ptr, order_ptr, bounds_ptr, gradient_ptr, norm_ptr, nonfinite_ptr,
     w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id,

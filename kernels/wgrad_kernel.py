@@ -38,7 +38,7 @@ def prefetch_tile(ptr, base, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE:
     prefetch_rows(ptr + base + rows * K + lines)
 
 
-@jit
+@jit(unspecialized=("tensor_id", "T"))
 def wgrad_kernel(
     dy_ptr, x_ptr, offsets_ptr, gradient_ptr, bias_gradient_ptr, norm_ptr, nonfinite_ptr,
     w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id,

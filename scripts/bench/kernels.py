@@ -1,0 +1,447 @@
+"""Measure the fused update kernels on a GPU: right, then fast, beside the standard path in the same run.
+
+For every cell (shape, tokens, storage recipe, rule): error of weight and states against fp64; gate T0 (fused
+equals store-G and flat pass, bit for bit); median time over CUDA-graph replays on rotating buffers; its ratio
+to the floor max(bytes / 4.25 TB/s, FLOPs / 730 TF/s) and to cuBLAS G + torch fused AdamW. Writes kernels.json
+and kernels.md.
+
+    python scripts/bench/kernels.py --out FOLDER [--set default|quick|full] [--budget SECONDS] [--tune]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import triton
+from kernels_report import markdown, totals
+from torch import Tensor
+
+from titanforge.kernels.autotune import autotune, scratch_target
+from titanforge.kernels.codecs import BLOCK, Encoded, decode, get_codec
+from titanforge.kernels.config import TileConfig
+from titanforge.kernels.embedding import embedding_update
+from titanforge.kernels.epilogues import EPILOGUES, Epilogue, get_epilogue
+from titanforge.kernels.flat import flat_update
+from titanforge.kernels.step import make_target
+from titanforge.kernels.timing import replay_time
+from titanforge.kernels.wgrad import config_for, fused_wgrad_update, wgrad
+
+BANDWIDTH, FLOPS = 4.25e12, 730e12
+GATE_UP, DOWN, ATTENTION, KEY_VALUE = (14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)
+LAYER = ((GATE_UP, 2), (DOWN, 1), (ATTENTION, 2), (KEY_VALUE, 2))  # one Llama-3.1-8B layer
+LAYERS = 32
+
+RECIPES: dict[str, tuple[str, dict[str, str], bool]] = {
+    # name: weight codec, state codec by slot kind, fp32 master
+    "bf16": ("bf16", dict.fromkeys(("signed", "square", "magnitude"), "bf16"), False),
+    "int8": ("bf16", {"signed": "int8", "square": "uint8_root", "magnitude": "uint8"}, False),
+    "bf16_sr": ("bf16_sr", dict.fromkeys(("signed", "square", "magnitude"), "bf16_sr"), False),
+    "fp32_states": ("bf16", dict.fromkeys(("signed", "square", "magnitude"), "fp32"), False),
+    "master": ("bf16", dict.fromkeys(("signed", "square", "magnitude"), "fp32"), True),
+    "fp8": ("bf16", {"signed": "fp8_e4m3", "square": "fp8_root", "magnitude": "fp8_magnitude"}, False),
+    "int8_sr": ("bf16_sr", {"signed": "int8_sr", "square": "uint8_root_sr", "magnitude": "uint8_sr"}, False),
+}
+
+HYPER = {
+    "apply": 1.0, "lr": 1e-3, "weight_decay": 0.1, "grad_scale": 1.0, "momentum": 0.9, "eps": 1e-8, "alpha":
+    0.95,
+    "one_minus_alpha": 0.05, "beta1": 0.9, "one_minus_beta1": 0.1, "beta2": 0.95, "one_minus_beta2": 0.05,
+    "inverse_correction1": 1 / (1 - 0.9**5), "inverse_sqrt_correction2": (1 - 0.95**5) ** -0.5,
+    "gradient_factor": 0.3, "momentum_factor": 0.8, "adaptive_factor": 0.4, "plain_factor": 0.05, "decay":
+    0.9,
+    "gain": 1.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement."""
+
+    rule: str
+    recipe: str
+    shape: tuple[int, int]
+    tokens: int
+
+
+def cells(name: str) -> list[Cell]:
+    """The cells of a set, the most wanted first: a run out of time leaves the last ones out."""
+    shapes = [shape for shape, _ in LAYER]
+    if name == "quick":
+        return [Cell("adamw", recipe, ATTENTION, 512) for recipe in ("bf16", "int8")]
+    listed = [Cell("adamw", "bf16", shape, tokens) for tokens in (512, 4096, 2048) for shape in shapes]
+    listed += [Cell("adamw", "int8", shape, 512) for shape in shapes]
+    listed += [Cell("momentum_state", "bf16", GATE_UP, tokens) for tokens in (512, 4096)]
+    others = [recipe for recipe in RECIPES if recipe not in ("bf16", "int8")]
+    listed += [Cell("adamw", recipe, GATE_UP, 512) for recipe in others]
+    listed += [Cell("adamw", recipe, GATE_UP, 4096) for recipe in ("int8", *others)]
+    listed += [
+        Cell(rule, "bf16", ATTENTION, 512) for rule in EPILOGUES if rule not in ("adamw", "momentum_state")
+    ]
+    if name == "full":
+        listed += [
+            Cell("adamw", recipe, shape, t) for recipe in others for shape in shapes for t in (512, 4096)
+        ]
+        listed += [Cell("adamw", "bf16", shape, 8192) for shape in shapes]
+        listed += [Cell(rule, recipe, ATTENTION, 512) for rule in EPILOGUES for recipe in RECIPES]
+    return list(dict.fromkeys(listed))
+
+
+def codec_names(rule: Epilogue, recipe: str) -> list[str]:
+    """Codec names of weight and two states."""
+    weight, by_kind, _ = RECIPES[recipe]
+    states = [by_kind[kind] for kind in rule.slot_kinds]
+    return [weight if rule.updates_weight else "fp32", *states, *["fp32"] * (2 - len(states))]
+
+
+def moved_bytes(rule: Epilogue, recipe: str, weights: int) -> float:
+    """Bytes read and written once: weight, states, scales, master."""
+    names = codec_names(rule, recipe)
+    used = ([names[0]] if rule.updates_weight else []) + names[1 : 1 + len(rule.slots)]
+    total = 0.0
+    for name in used:
+        codec = get_codec(name)
+        total += codec.dtype.itemsize + (4 / BLOCK if codec.kind == "block" else 0)
+    if RECIPES[recipe][2] and rule.updates_weight:
+        # The master is read and written, and the weight is then only written.
+        total += 4 - get_codec(names[0]).dtype.itemsize / 2
+    return 2 * total * weights
+
+
+def floor_ms(rule: Epilogue, recipe: str, shape: tuple[int, int], tokens: int) -> float:
+    """The time below which no kernel can be on this card."""
+    weights = shape[0] * shape[1]
+    return max(moved_bytes(rule, recipe, weights) / BANDWIDTH, 2.0 * tokens * weights / FLOPS) * 1e3
+
+
+def hyper_vector(rule: Epilogue, device: torch.device) -> Tensor:
+    """Fixed hyperparameters of a rule."""
+    return torch.tensor([HYPER[name] for name in rule.hyper_names], dtype=torch.float32, device=device)
+
+
+@dataclass
+class Set:
+    """One weight with its states."""
+
+    weight: Encoded | None
+    states: list[Encoded]
+    master: Tensor | None
+
+    def parts(self) -> list[Encoded]:
+        """Weight, if any, and states."""
+        return ([self.weight] if self.weight is not None else []) + self.states
+
+    def clone(self) -> Set:
+        """A copy with its own storage."""
+
+        def copy(part: Encoded) -> Encoded:
+            return Encoded(
+                part.values.clone(), part.codec, part.meta.clone() if part.meta is not None else None
+            )
+
+        return Set(
+            copy(self.weight) if self.weight is not None else None,
+            [copy(state) for state in self.states],
+            self.master.clone() if self.master is not None else None,
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that a step writes, as bytes."""
+        found = [part.values for part in self.parts()] + [p.meta for p in self.parts() if p.meta is not None]
+        return [
+            tensor.view(torch.uint8)
+            for tensor in [*found, *([self.master] if self.master is not None else [])]
+        ]
+
+
+def rms_error(found: Tensor, exact: Tensor) -> float:
+    """Relative root-mean-square error."""
+    return float((found.double() - exact).norm() / exact.norm().clamp_min(1e-300))
+
+
+class Operands:
+    """dy and x of one shape and token count, and the gradient in fp64 for one of the checks."""
+
+    def __init__(self, shape: tuple[int, int], tokens: int, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        n, k = shape
+        self.dy = (torch.randn(tokens, n, device=device, generator=generator) * 0.01).bfloat16()
+        self.x = torch.randn(tokens, k, device=device, generator=generator).bfloat16()
+
+    def exact_gradient(self) -> Tensor:
+        """G in fp64."""
+        return self.dy.double().t() @ self.x.double()
+
+
+def prepare(cell: Cell, device: torch.device, seed: int) -> Set:
+    """Random storage at the scale that training has: states of the gradient's size, weights of 0.02."""
+    rule = get_epilogue(cell.rule)
+    torch.manual_seed(seed)
+    weight, states, master = scratch_target(
+        rule, codec_names(rule, cell.recipe), cell.shape, device,
+        master=RECIPES[cell.recipe][2] and rule.updates_weight,
+        gradient_scale=0.01 * max(cell.tokens, 1) ** 0.5,
+    )  # fmt: skip
+    return Set(weight, states, master)
+
+
+def check(cell: Cell, operands: Operands, device: torch.device, config: TileConfig) -> dict[str, Any]:
+    """Error against fp64 after one step, the same of the standard path, and gate T0."""
+    rule, hyper = get_epilogue(cell.rule), hyper_vector(get_epilogue(cell.rule), device)
+    rng = torch.tensor([1, 2], device=device)
+    start = prepare(cell, device, 0)
+    old = [decode(part).double() for part in start.parts()]
+    weight = start.master.double() if start.master is not None else old[0]
+    exact_gradient = operands.exact_gradient()
+    before = [weight, *old[1 if rule.updates_weight else 0 :]]
+    exact = rule.reference(exact_gradient, *before, hyper.double())
+    kept = exact if rule.updates_weight else exact[1:]
+
+    fused, unfused = start.clone(), start.clone()
+    fused_wgrad_update(
+        operands.dy, operands.x, fused.weight, fused.states, rule, hyper, master=fused.master, rng=rng,
+        tensor_id=3,
+        config=config,
+    )  # fmt: skip
+    gradient = wgrad(operands.dy, operands.x, config=config)
+    flat_update(
+        rule, [unfused.weight] if unfused.weight is not None else None, [gradient], [unfused.states], hyper,
+        masters=[unfused.master], rng=rng, tensor_ids=[3],
+    )  # fmt: skip
+    different = [int((a != b).sum()) for a, b in zip(fused.tensors(), unfused.tensors())]
+    result: dict[str, Any] = {
+        "gradient_error": rms_error(gradient, exact_gradient),
+        "errors": [rms_error(decode(part), value) for part, value in zip(fused.parts(), kept)],
+        "t0": not any(different),
+        "t0_bytes_different": different,
+    }
+    rounded = torch.mm(operands.dy.t(), operands.x).double()
+    standard = rule.reference(rounded, *before, hyper.double())
+    standard = standard if rule.updates_weight else standard[1:]
+    result["standard_errors"] = [
+        rms_error(value.to(torch.bfloat16), wanted) for value, wanted in zip(standard, kept)
+    ]
+    return result
+
+
+def buffer_count(cell: Cell) -> int:
+    """Sets to rotate through, so that the L2 of 50 MB does not hold the next one."""
+    size = moved_bytes(get_epilogue(cell.rule), cell.recipe, cell.shape[0] * cell.shape[1]) / 2
+    return max(2, min(8, math.ceil(400e6 / max(size, 1.0))))
+
+
+def time_fused(cell: Cell, operands: Operands, device: torch.device, config: TileConfig) -> float:
+    """Milliseconds of the fused kernel."""
+    rule, hyper = get_epilogue(cell.rule), hyper_vector(get_epilogue(cell.rule), device)
+    rng = torch.tensor([1, 2], device=device)
+
+    def call(target: Set) -> None:
+        fused_wgrad_update(
+            operands.dy, operands.x, target.weight, target.states, rule, hyper, master=target.master, rng=rng,
+            config=config,
+        )  # fmt: skip
+
+    sets = [prepare(cell, device, seed) for seed in range(buffer_count(cell))]
+    return replay_time([lambda target=target: call(target) for target in sets])
+
+
+def torch_adamw(
+    weights: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], steps: list[Tensor]
+) -> None:
+    """torch's fused AdamW kernel, without its optimizer's host work."""
+    torch.ops.aten._fused_adamw_(
+        weights, grads, m, v, [], steps, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def time_standard(cell: Cell, operands: Operands, device: torch.device) -> dict[str, float]:
+    """Milliseconds of cuBLAS G alone, and of G followed by torch's fused AdamW (bf16), as one graph."""
+    count = buffer_count(Cell("adamw", "bf16", cell.shape, cell.tokens))
+    n, k = cell.shape
+    grads = [torch.empty(n, k, device=device, dtype=torch.bfloat16) for _ in range(count)]
+    weights = [torch.randn(n, k, device=device).mul_(0.02).bfloat16() for _ in range(count)]
+    moments = [(torch.randn_like(w), torch.rand_like(w)) for w in weights]
+    steps = [torch.tensor(5.0, device=device) for _ in range(count)]
+
+    def matmul(index: int) -> None:
+        torch.mm(operands.dy.t(), operands.x, out=grads[index])
+
+    def adamw(index: int) -> None:
+        m, v = moments[index]
+        torch_adamw([weights[index]], [grads[index]], [m], [v], [steps[index]])
+
+    def both(index: int) -> None:
+        matmul(index)
+        adamw(index)
+
+    def timed(function: Callable[[int], None]) -> float:
+        return replay_time([lambda index=index: function(index) for index in range(count)])
+
+    return {"cublas_ms": timed(matmul), "torch_adamw_ms": timed(adamw), "standard_ms": timed(both)}
+
+
+def time_flat(device: torch.device) -> dict[str, Any]:
+    """One Llama-8B layer's seven weights in one flat launch (bf16 gradients), beside torch's fused AdamW."""
+    shapes = [shape for shape, count in LAYER for _ in range(count)]
+    rule, hyper = get_epilogue("adamw"), hyper_vector(get_epilogue("adamw"), device)
+    sets = [prepare(Cell("adamw", "bf16", shape, 0), device, i) for i, shape in enumerate(shapes)]
+    grads = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
+    weights = [part.weight.values for part in sets if part.weight is not None]
+    states = [[state.values for state in part.states] for part in sets]
+    steps = [torch.tensor(5.0, device=device) for _ in shapes]
+
+    def standard() -> None:
+        torch_adamw(weights, grads, [s[0] for s in states], [s[1] for s in states], steps)
+
+    ours = replay_time([lambda: flat_update(rule, weights, grads, states, hyper)])
+    count = sum(weight.numel() for weight in weights)
+    return {"ms": ours, "standard_ms": replay_time([standard]), "floor_ms": 14 * count / BANDWIDTH * 1e3}
+
+
+def time_embedding(device: torch.device) -> dict[str, Any]:
+    """Llama-8B's embedding, 512 tokens, every row stepped."""
+    rows, columns, tokens = 128256, 4096, 512
+    rule, hyper = get_epilogue("adamw"), hyper_vector(get_epilogue("adamw"), device)
+    target = prepare(Cell("adamw", "bf16", (rows, columns), tokens), device, 0)
+    ids = torch.randint(0, 2000, (tokens,), device=device)
+    dy = torch.randn(tokens, columns, device=device).bfloat16()
+    ms = replay_time([lambda: embedding_update(dy, ids, target.weight, target.states, rule, hyper)])
+    return {"ms": ms, "floor_ms": 12 * rows * columns / BANDWIDTH * 1e3}
+
+
+def time_grouped(device: torch.device) -> dict[str, Any]:
+    """64 experts of 1408 x 2048, 4096 tokens of uneven shares, one expert without any."""
+    experts, n, k, tokens = 64, 1408, 2048, 4096
+    rule, hyper = get_epilogue("adamw"), hyper_vector(get_epilogue("adamw"), device)
+    shares = torch.rand(experts)
+    shares[5] = 0
+    bounds = torch.cat((torch.zeros(1), (shares / shares.sum()).cumsum(0))).mul(tokens).round()
+    offsets = bounds.to(torch.int32).to(device)
+    dy = torch.randn(tokens, n, device=device).mul_(0.01).bfloat16()
+    x = torch.randn(tokens, k, device=device).bfloat16()
+    weight = torch.randn(experts, n, k, device=device).mul_(0.02).bfloat16()
+    states = [torch.rand_like(weight), torch.rand_like(weight)]
+    ms = replay_time([lambda: fused_wgrad_update(dy, x, weight, states, rule, hyper, offsets=offsets)])
+    floor = max(12 * weight.numel() / BANDWIDTH, 2 * tokens * n * k / FLOPS) * 1e3
+    return {"ms": ms, "floor_ms": floor}
+
+
+def tune(device: torch.device) -> list[dict[str, Any]]:
+    """Autotune AdamW on Llama-8B's shapes and remember the winners."""
+    found = []
+    rule = get_epilogue("adamw")
+    for recipe in ("bf16", "int8"):
+        for shape, _ in LAYER:
+            for tokens in (512, 4096):
+                names = codec_names(rule, recipe)
+                best, timed = autotune(rule, names, shape, tokens, torch.bfloat16, device)
+                found.append(
+                    {"recipe": recipe, "shape": shape, "tokens": tokens, "best": asdict(best),
+                     "all": [{"ms": ms, **asdict(config)} for ms, config in timed]}
+                )  # fmt: skip
+                print(f"tuned {recipe} {shape} {tokens}: {timed[0][0] * 1e3:.0f} us {best}", flush=True)
+    return found
+
+
+def run_cell(cell: Cell, device: torch.device, standards: dict[Any, dict[str, float]]) -> dict[str, Any]:
+    """Check and time one cell."""
+    rule = get_epilogue(cell.rule)
+    operands = Operands(cell.shape, cell.tokens, device)
+    example = prepare(cell, device, 0)
+    target = make_target(rule, example.weight, example.states, master=example.master)
+    config = config_for(operands.dy, operands.x, target)
+    del example, target
+    result: dict[str, Any] = {
+        **asdict(cell),
+        "config": asdict(config),
+        **check(cell, operands, device, config),
+    }
+    torch.cuda.empty_cache()
+    result["ms"] = time_fused(cell, operands, device, config)
+    key = (cell.shape, cell.tokens)
+    if key not in standards:
+        standards[key] = time_standard(cell, operands, device)
+    result.update(standards[key])
+    result["floor_ms"] = floor_ms(rule, cell.recipe, cell.shape, cell.tokens)
+    result["times_floor"] = result["ms"] / result["floor_ms"]
+    result["times_standard"] = result["ms"] / result["standard_ms"]
+    torch.cuda.empty_cache()
+    return result
+
+
+def main() -> int:
+    """Run a set of cells; 1 if a cell failed or a T0 gate did not hold."""
+    parser = argparse.ArgumentParser(description="Measure the fused update kernels.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for kernels.json and kernels.md")
+    parser.add_argument("--set", choices=("default", "quick", "full"), default="default")
+    parser.add_argument("--budget", type=float, default=210.0, help="seconds in which cells begin")
+    parser.add_argument("--tune", action="store_true", help="autotune Llama-8B's shapes first")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("scripts/bench/kernels.py measures a GPU, and there is none here")
+    device = torch.device("cuda")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "cells": [], "totals": [], "others": {}, "failures": [], "left_out": [], "seconds": 0.0,
+    }  # fmt: skip
+
+    def save() -> None:
+        report["totals"] = totals(report["cells"], LAYER, LAYERS)
+        (arguments.out / "kernels.json").write_text(json.dumps(report, indent=1))
+        (arguments.out / "kernels.md").write_text(markdown(report))
+
+    def attempt(what: str, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except Exception as error:
+            traceback.print_exc()
+            report["failures"].append({"what": what, "error": f"{type(error).__name__}: {str(error)[-500:]}"})
+            return None
+
+    if arguments.tune:
+        report["tuned"] = attempt("tune", lambda: tune(device))
+        save()
+    started = time.perf_counter()
+    standards: dict[Any, dict[str, float]] = {}
+    for cell in cells(arguments.set):
+        if time.perf_counter() - started > arguments.budget:
+            report["left_out"].append(f"{cell.rule} {cell.recipe} {cell.shape} {cell.tokens}")
+            continue
+        result = attempt(str(cell), lambda cell=cell: run_cell(cell, device, standards))
+        report["seconds"] = time.perf_counter() - started
+        if result is not None:
+            report["cells"].append(result)
+            errors = " ".join(f"{value:.1e}" for value in result["errors"])
+            print(
+                f"[{report['seconds']:5.0f} s] {cell.rule:15s} {cell.recipe:12s} {cell.shape!s:14s} "
+                f"{cell.tokens:5d} {result['ms'] * 1e3:7.0f} us  {result['times_floor']:.2f} x floor  "
+                f"{result['times_standard']:.2f} x standard  T0 {result['t0']}  errors {errors}",
+                flush=True,
+            )
+        save()
+    if arguments.set != "quick":
+        for name, function in (("flat", time_flat), ("embedding", time_embedding), ("grouped", time_grouped)):
+            result = attempt(name, lambda function=function: function(device))
+            if result is not None:
+                report["others"][name] = result
+                print(f"{name}: {result}", flush=True)
+    save()
+    print(markdown(report))
+    return 1 if report["failures"] or not all(cell["t0"] for cell in report["cells"]) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""The choice of tiles: table, tuner, and the cache between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from titanforge.kernels import config as config_module
+from titanforge.kernels._triton import INTERPRET
+from titanforge.kernels.autotune import autotune
+from titanforge.kernels.config import TileConfig, cache_path, candidate_configs, choose_config
+from titanforge.kernels.epilogues import get_epilogue
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="interpreted kernels have one configuration")
+CPU = torch.device("cpu")
+CODECS = "bf16-bf16-bf16"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TITANFORGE_CACHE_DIR", str(tmp_path))
+    config_module._tuned.cache_clear()
+    yield
+    config_module._tuned.cache_clear()
+
+
+def test_table_covers_every_kind_of_launch() -> None:
+    few = choose_config(4096, 4096, 512, torch.bfloat16, CODECS, CPU)
+    many = choose_config(4096, 4096, 8192, torch.bfloat16, CODECS, CPU)
+    heavy = choose_config(4096, 4096, 8192, torch.bfloat16, CODECS, CPU, heavy=True)
+    small = choose_config(64, 4096, 8192, torch.bfloat16, CODECS, CPU)
+    fp32 = choose_config(4096, 4096, 512, torch.float32, CODECS, CPU)
+    assert len({few, many, heavy, small, fp32}) == 5
+    assert many.block_n * many.block_k > heavy.block_n * heavy.block_k > few.block_n * few.block_k
+    for dtype in (torch.bfloat16, torch.float32):
+        for candidate in candidate_configs(dtype):
+            operand_bytes = dtype.itemsize * candidate.block_t * (candidate.block_n + candidate.block_k)
+            assert operand_bytes * candidate.stages <= 227 * 1024
+
+
+def test_tuner_remembers_the_fastest_and_passes_over_what_fails() -> None:
+    candidates = [
+        TileConfig(64, 128, 64),
+        TileConfig(128, 128, 64),
+        TileConfig(64, 64, 64),
+        TileConfig(32, 64, 32),
+    ]
+    times = iter([3.0, 1.0, 2.0])
+    measured: list[int] = []
+
+    def measure(functions: Sequence[Callable[[], object]]) -> float:
+        if len(measured) == 3:
+            raise RuntimeError("out of resources: shared memory")
+        for function in functions:
+            function()
+        measured.append(len(functions))
+        return next(times)
+
+    def tune(**changed: object) -> tuple[TileConfig, list[tuple[float, TileConfig]]]:
+        return autotune(
+            get_epilogue("adamw"), ["bf16", "bf16", "bf16"], (32, 64), 20, torch.bfloat16, CPU,
+            candidates=candidates, measure=measure, **changed,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    before = choose_config(32, 64, 20, torch.bfloat16, CODECS, CPU)
+    best, timed = tune()
+    assert best == candidates[1]
+    assert [time for time, _ in timed] == [1.0, 2.0, 3.0]
+    assert min(measured) >= 2  # buffers rotate
+    assert cache_path().exists()
+    assert choose_config(32, 64, 30, torch.bfloat16, CODECS, CPU) == best  # 20 and 30 tokens share a bucket
+    assert choose_config(32, 64, 64, torch.bfloat16, CODECS, CPU) == before
+    with pytest.raises(RuntimeError, match="no tile configuration runs on this device"):
+        tune()
+
+
+def test_a_tile_that_cannot_hold_its_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 64"):
+        TileConfig(64, 128, 64, split=4)
+    with pytest.raises(ValueError, match="at least 16"):
+        TileConfig(8, 64, 64)

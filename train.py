@@ -11,7 +11,7 @@ import sys
 
 def main(argv: list[str]) -> int:
     from titanforge.config import ConfigError, format_help, load_config
-    from titanforge.failure import tell_all_alike
+    from titanforge.failure import tell
 
     if {"-h", "--help"} & set(argv):
         print(format_help())
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
 
         return run(config)
     except ConfigError as error:
-        tell_all_alike(str(error))
+        tell(str(error), found_by_all=True)
         return 2
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from titanforge.config import JobConfig
 
 _KEY = re.compile(rf"\b({'|'.join(field.name for field in dataclasses.fields(JobConfig))})\.[a-z_]+\b")
-# Longer than torchrun takes to notice a rank that ended and to end its siblings.
-_SECONDS_FOR_THE_FIRST = 3.0
+# Far longer than the first rank needs to fail the same way, and torchrun to notice and end its siblings.
+_SECONDS_FOR_THE_FIRST = 15.0
 
 
 def one_line(error: BaseException) -> str:
@@ -27,19 +27,18 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}{where}"
 
 
-def tell_all_alike(message: str) -> None:
-    """Print a mistake that every rank finds for itself: the first rank of each node does."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
+def tell(message: str, *, found_by_all: bool = False) -> None:
+    """Print why this process is about to end.
 
+    All but the first rank of a node wait: if that one fails the same way, torchrun ends them before they
+    repeat it; if they ended first, torchrun would end that one before it could speak.
 
-def tell(message: str) -> None:
-    """Print an error that the other ranks may or may not share.
-
-    All but the first rank of a node wait a moment: if that one fails the same way, torchrun ends them
-    before they repeat it.
+    Args:
+        found_by_all: every rank makes this mistake out by itself, so the others stay silent altogether.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_SECONDS_FOR_THE_FIRST)
+        if found_by_all:
+            return
         message = f"rank {os.environ.get('RANK', '?')}: {message}"
     print(f"error: {message}", file=sys.stderr, flush=True)

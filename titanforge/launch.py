@@ -9,7 +9,7 @@ import traceback
 import torch
 
 from titanforge.config import ConfigError, JobConfig, to_toml, validate_config
-from titanforge.failure import one_line, tell, tell_all_alike
+from titanforge.failure import one_line, tell
 from titanforge.interruption import (
     EXIT_CONFIG,
     EXIT_DONE,
@@ -48,7 +48,7 @@ def _dry_run(config: JobConfig, rank: int, world_size: int, device_type: str) ->
         try:
             print(dry_run_report(config, world_size, device_type))
         except (ValueError, OSError) as error:
-            tell_all_alike(one_line(error))
+            tell(one_line(error))
             return EXIT_CONFIG
     return EXIT_DONE
 
@@ -77,7 +77,10 @@ def _train(config: JobConfig, rank: int, device_type: str) -> int:
             print(f"error: {failure}", file=sys.stderr)
         return EXIT_ERROR
     except DataError as error:
-        print(f"error: rank {rank} cannot read the data: {error}", file=sys.stderr)
+        if trainer is None:
+            tell(str(error))
+        else:
+            print(f"error: rank {rank} cannot read the data: {error}", file=sys.stderr)
         return EXIT_ERROR
     except CheckpointError as error:
         tell(str(error))

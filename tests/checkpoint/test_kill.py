@@ -75,14 +75,12 @@ def _one_rank_cannot_write(rank, world_size, folder):
     dcp_format.MarkedWriter.write_data = slow_or_full
     manager.save(2, run.state)
     # Training's collectives run on beside the save's: their groups are separate.
-    start, total = time.monotonic(), torch.zeros(())
-    while time.monotonic() - start < 1 or total.item() == 0:
+    start, go_on = time.monotonic(), torch.tensor(True)
+    while go_on:  # rank 0's clock decides for both
         total = torch.ones(())
         dist.all_reduce(total)
-        keep_on = torch.tensor(time.monotonic() - start < 1)
-        dist.broadcast(keep_on, 0)
-        if not keep_on:
-            break
+        go_on.fill_(time.monotonic() - start < 1)
+        dist.broadcast(go_on, 0)
     assert total == 2
     with pytest.raises(CheckpointError, match=r"saving step 2 .*No space left on rank 1's disk"):
         manager.save(3, run.state)

@@ -1,8 +1,8 @@
 """GPT-2: the published sizes, those scaled up for the Dobb paper, and CurvaDion's modernised ones.
 
 The CurvaDion paper does not say whether head and embedding are tied, nor the vocabulary. Its 160M sends
-619 MB per float32 synchronisation, which is 162.2 million weights: untied, 50304 tokens. Its 350M and 1.3B come
-to their names only if tied.
+619 MB per float32 synchronisation, which is 162.2 million weights: untied, 50304 tokens. Its 350M and 1.3B
+come to their names only if tied.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 
 from titanforge.checkpoint import CheckpointManager
 from titanforge.config import JobConfig, to_flat_dict, to_toml
-from titanforge.data import IGNORED, Batch, build_tokenizer, build_train_loader, merge_states
+from titanforge.data import IGNORED, Batch, SourceSpec, build_tokenizer, build_train_loader, merge_states
 from titanforge.evaluation import Validator
 from titanforge.garbage import GarbageCollector
 from titanforge.interruption import Interrupted, NonFiniteLoss, StopSignal
@@ -134,6 +134,10 @@ class Trainer:
             dataset=training.dataset,
             dataset_path=training.dataset_path,
             text_key=data.text_key,
+            subset=data.subset,
+            split=data.split,
+            sources=[SourceSpec(**vars(source)) for source in data.sources],
+            shuffle_window=data.shuffle_window,
             tokenizer=self.tokenizer,
             seq_len=training.seq_len,
             local_batch_size=training.local_batch_size,
@@ -241,7 +245,9 @@ class Trainer:
             loss += share.detach()
         self.ledger.all_reduce(loss, self.dims.get_group("loss"), axis="loss", purpose="loss")
         self.sync.reduce_gradients()
-        grad_norm, scale = clip_factor(self.model.parameters(), config.training.max_norm)
+        grad_norm, scale = clip_factor(
+            self.model.parameters(), config.training.max_norm, all_reduce=self._reduce_norm
+        )
         self.optimizer.step(apply_flag=self._check_finite(loss, grad_norm), grad_scale=scale)
         self.step += 1
         self.tokens_seen += valid_tokens
@@ -281,6 +287,9 @@ class Trainer:
             self.loader.load_state_dict(merge_states(self.runtime.all_gather_object(position)))
             self._save_and_interrupt(signalled)
         return batches, max(valid, 1)
+
+    def _reduce_norm(self, square: torch.Tensor, group: ProcessGroup) -> None:
+        self.ledger.all_reduce(square, group, axis="dp_shard", purpose="grad_norm")
 
     def _check_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
         """Device flag, 1 to apply the step: equal on all ranks because loss and norm are already reduced."""

@@ -188,7 +188,8 @@ class OutputHead(nn.Linear):
     @property
     def chunk_tokens(self) -> int:
         """Tokens per chunk of the loss."""
-        tokens = max(1, self.chunk_logits // self.weight.shape[0])
+        rows = self._parameters["weight"].shape[0]  # pyright: ignore[reportOptionalMemberAccess]  # no cast
+        tokens = max(1, self.chunk_logits // rows)
         return tokens // 128 * 128 or tokens  # whole tiles of a matrix product
 
     def init_spec(self) -> dict[str, InitSpec]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from titanforge.data import build_validation_loader
+from titanforge.data import SourceSpec, build_validation_loader
 from titanforge.models.generation import generate
 from titanforge.parallelisms import reshard
 
@@ -30,6 +30,9 @@ class Validator:
             dataset_path=validation.dataset_path if validation.dataset else config.training.dataset_path,
             held_out_only=validation.dataset is None,
             text_key=data.text_key,
+            subset=validation.subset if validation.dataset else data.subset,
+            split=validation.split if validation.dataset else data.split,
+            sources=[] if validation.dataset else [SourceSpec(**vars(source)) for source in data.sources],
             tokenizer=trainer.tokenizer,
             seq_len=validation.seq_len or config.training.seq_len,
             local_batch_size=validation.local_batch_size,

@@ -21,6 +21,7 @@ from titanforge.evaluation import Validator
 from titanforge.garbage import GarbageCollector
 from titanforge.interruption import Interrupted, NonFiniteLoss, StopSignal
 from titanforge.metrics import MetricsLogger, Profiler
+from titanforge.models.huggingface import HuggingFaceForm, form_of
 from titanforge.models.initialization import initialize_weights
 from titanforge.models.registry import build_model
 from titanforge.optim import build_optimizer, lr_factor
@@ -93,7 +94,12 @@ class Trainer:
         self.sync.attach(self.model, self.dims.get_group("dp_replicate"), self.ledger)
         self.checkpointer = self._owned(
             CheckpointManager(
-                config.checkpoint, self.dump_folder, config_toml=to_toml(config), runtime=self.runtime
+                config.checkpoint,
+                self.dump_folder,
+                config_toml=to_toml(config),
+                runtime=self.runtime,
+                form=huggingface_form(config, self.model_args),
+                hf_assets_path=config.model.hf_assets_path,
             )
         )
         self.validator = Validator(self) if config.validation.enable else None
@@ -248,7 +254,13 @@ class Trainer:
         grad_norm, scale = clip_factor(
             self.model.parameters(), config.training.max_norm, all_reduce=self._reduce_norm
         )
-        self.optimizer.step(apply_flag=self._check_finite(loss, grad_norm), grad_scale=scale)
+        apply_flag = self._check_finite(loss, grad_norm)
+        self.optimizer.step(apply_flag=apply_flag, grad_scale=scale)
+        if (statistics := self.model.step_statistics()) is not None:
+            self.ledger.all_reduce(
+                statistics, self.dims.get_group("loss"), axis="loss", purpose="model statistics"
+            )
+            self.model.end_step(apply_flag)
         self.step += 1
         self.tokens_seen += valid_tokens
         self.metrics.end_step(
@@ -258,6 +270,7 @@ class Trainer:
             lr=factor * config.optimizer.lr,
             tokens_seen=self.tokens_seen,
             ledger=self.ledger,
+            **(self.model.metrics() if self.metrics.due(self.step) else {}),
         )
         if self.metrics.due(self.step):
             self._stop_if_nonfinite()
@@ -360,7 +373,7 @@ class Trainer:
         self._resources.close()
 
 
-MODEL_OVERRIDES = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
+NOT_OVERRIDES = ("name", "flavor", "hf_assets_path")  # every other key of [model] is one
 
 
 def build_meta_model(config: JobConfig, vocab_size: int) -> tuple[Any, Any]:
@@ -376,8 +389,18 @@ def build_meta_model(config: JobConfig, vocab_size: int) -> tuple[Any, Any]:
             config.model.flavor,
             vocab_size=vocab_size,
             seq_len=max(config.training.seq_len, validation_length),
-            overrides={name: getattr(config.model, name) for name in MODEL_OVERRIDES},
+            overrides={k: v for k, v in vars(config.model).items() if k not in NOT_OVERRIDES},
         )
+
+
+def huggingface_form(config: JobConfig, args: Any) -> HuggingFaceForm | None:
+    """How Hugging Face's tools store this model, if the run reads or writes it so.
+
+    Raises:
+        ValueError: they have no such model.
+    """
+    wanted = config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf
+    return form_of(args) if wanted else None
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "training.dataloader.num_workers": (0, None),
     "training.dataloader.prefetch_factor": (1, None),
     "data.num_streams": (1, None),
+    "data.shuffle_window": (1, None),
     "data.validation_fraction": (0, 1),
     "parallelism.data_parallel_replicate_degree": (1, None),
     "parallelism.tensor_parallel_degree": (1, None),

@@ -22,6 +22,15 @@ class Dependence(NamedTuple):
     reason: str
 
 
+_FILE_DATASETS = {"python_stdlib", "text", "jsonl", "parquet"}
+
+
+def _datasets(config: JobConfig) -> set[str]:
+    """Every dataset that the run reads."""
+    sources = {source.dataset for source in config.data.sources}
+    return (sources or {config.training.dataset}) | ({config.validation.dataset or "text"})
+
+
 DEPENDENCES = (
     Dependence(
         ("checkpoint.",),
@@ -35,7 +44,9 @@ DEPENDENCES = (
     ),
     Dependence(
         ("checkpoint.initial_load_model_only",),
-        lambda config, device: config.checkpoint.initial_load_path is not None,
+        lambda config, device: bool(
+            config.checkpoint.initial_load_path is not None or config.checkpoint.initial_load_in_hf
+        ),
         "checkpoint.initial_load_path is unset",
     ),
     Dependence(("forge.",), lambda config, device: config.forge.enable, "forge.enable is false"),
@@ -90,10 +101,23 @@ DEPENDENCES = (
     ),
     Dependence(
         ("data.text_key",),
-        lambda config, device: bool(
-            {config.training.dataset, config.validation.dataset} & {"jsonl", "parquet"}
-        ),
-        "no dataset is jsonl or parquet",
+        lambda config, device: bool(_datasets(config) - {"python_stdlib", "text"}),
+        "no dataset has records with fields",
+    ),
+    Dependence(
+        ("data.subset", "data.split"),
+        lambda config, device: config.training.dataset not in _FILE_DATASETS,
+        "training.dataset is no Hugging Face dataset",
+    ),
+    Dependence(
+        ("data.shuffle_window",),
+        lambda config, device: config.data.shuffle and bool(_datasets(config) - _FILE_DATASETS),
+        "nothing is shuffled in a stream: no Hugging Face dataset, or data.shuffle = false",
+    ),
+    Dependence(
+        ("validation.subset", "validation.split"),
+        lambda config, device: config.validation.dataset not in {None, *_FILE_DATASETS},
+        "validation.dataset is no Hugging Face dataset",
     ),
     Dependence(
         ("activation_checkpoint.selective_ac_option",),

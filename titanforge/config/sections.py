@@ -82,7 +82,22 @@ class Model:
     n_kv_heads: int | None = None
     """Override the flavor's number of key/value heads."""
     hidden_dim: int | None = None
-    """Override the flavor's feed-forward width."""
+    """Override the flavor's feed-forward width (of one expert, where there are experts)."""
+    head_dim: int | None = None
+    """Override the width of a head (`qwen3`; elsewhere it is dim / n_heads)."""
+    n_positions: int | None = None
+    """Override the number of learned positions (`gpt2`)."""
+    n_experts: int | None = None
+    """Override the number of experts of each block (`qwen3`; 0: dense)."""
+    n_experts_per_token: int | None = None
+    """Override how many experts a token is sent to (`qwen3`)."""
+    moe_balancing: Literal["none", "auxiliary_loss", "bias"] | None = None
+    """What keeps experts equally busy: nothing, a term of the loss, or a bias on the choice of experts that
+    each step moves; default: the flavor's, `auxiliary_loss`."""
+    moe_auxiliary_loss_coefficient: float | None = None
+    """Weight of that term relative to the mean loss of a token; default: the flavor's, 0.001."""
+    moe_bias_update_rate: float | None = None
+    """How far a step moves that bias; default: the flavor's, 0.001."""
     vocab_size: int | None = None
     """Override the vocabulary; default: the flavor's, or for `debugmodel` the tokenizer's."""
 
@@ -178,9 +193,10 @@ class DataLoader:
 @dataclass
 class Training:
     dataset: str = "python_stdlib"
-    """`python_stdlib` (the standard library's sources), `text`, `jsonl`, or `parquet`."""
+    """`python_stdlib` (the standard library's sources), `text`, `jsonl`, `parquet`, `huggingface`, or a
+    Hugging Face dataset by name: `c4`, `c4_validation`, `fineweb`, `fineweb-edu`, `openwebtext`."""
     dataset_path: str | None = None
-    """File, folder or glob of the dataset (`text`, `jsonl`, `parquet`)."""
+    """File, folder or glob of the dataset (`text`, `jsonl`, `parquet`); folder or hub id (`huggingface`)."""
     local_batch_size: int = 8
     """Sequences per rank and micro-batch."""
     global_batch_size: int = -1
@@ -209,16 +225,42 @@ class Training:
 
 
 @dataclass
+class DataSource:
+    dataset: str = "python_stdlib"
+    """As training.dataset."""
+    path: str | None = None
+    """As training.dataset_path."""
+    weight: float = 1.0
+    """Share of the tokens, in proportion to the other sources' weights."""
+    text_key: str | None = None
+    """As data.text_key, which is the default."""
+    name: str | None = None
+    """What metrics and errors call it; default: the path's last word, or the dataset."""
+    subset: str | None = None
+    """As data.subset."""
+    split: str | None = None
+    """As data.split."""
+
+
+@dataclass
 class Data:
     tokenizer: str = "auto"
     """`auto` (from model.hf_assets_path, else byte), `byte`, the path of a tokenizer file or folder, or
     `package:NAME/PATH`: a file inside an installed Python package."""
     text_key: str = "text"
-    """Field or column that holds the text (`jsonl`, `parquet`)."""
+    """Field or column that holds the text (`jsonl`, `parquet`, Hugging Face datasets)."""
+    subset: str | None = None
+    """Configuration of a Hugging Face dataset with several, e.g. `en` or `sample-10BT`."""
+    split: str | None = None
+    """Split of a Hugging Face dataset to train on; default: `train`."""
+    sources: list[DataSource] = field(default_factory=list)
+    """A weighted mix, in place of training.dataset: one `[[data.sources]]` table each."""
     num_streams: int = 64
     """Independent packing streams. Fixed for the life of a run: the order of the data follows from it."""
     shuffle: bool = True
     """Shuffle the documents anew in each epoch (seeded by debug.seed)."""
+    shuffle_window: int = 1024
+    """Documents of one stream that are shuffled together where data is streamed (Hugging Face datasets)."""
     repeat: bool = True
     """Start over when the data ends; false: stop with an error that says so."""
     document_mask: bool = True
@@ -279,10 +321,15 @@ class Checkpoint:
     """Checkpoint to start from when `checkpoint.folder` holds none."""
     initial_load_model_only: bool = True
     """From `initial_load_path` take the weights alone; false: everything."""
+    initial_load_in_hf: bool = False
+    """`initial_load_path` (default: model.hf_assets_path) is a Hugging Face model: config.json and
+    safetensors. It must be the model that `[model]` describes."""
     last_save_model_only: bool = False
     """Save weights alone at the last step (cannot be resumed)."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Dtype of the weights in a model-only last save."""
+    last_save_in_hf: bool = False
+    """Save the weights of the last step as a Hugging Face model; needs `last_save_model_only`."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """`async`: copy to host memory, then write while training goes on; the other pins that memory."""
     keep_latest_k: int = 10
@@ -325,6 +372,10 @@ class Validation:
     """Evaluate on held-out text."""
     dataset: str | None = None
     """Dataset to evaluate on; default: the held-out part of the training data."""
+    subset: str | None = None
+    """Configuration of a Hugging Face dataset to evaluate on."""
+    split: str | None = None
+    """Split of a Hugging Face dataset to evaluate on; default: `train` (of `c4_validation` its own)."""
     dataset_path: str | None = None
     """Its path."""
     local_batch_size: int = 8

@@ -20,7 +20,8 @@ from titanforge.config.schema import ConfigError, refusal, show
 from titanforge.config.sections import JobConfig
 
 DATASETS_WITH_PATH = ("text", "jsonl", "parquet")
-DATASETS = ("python_stdlib", *DATASETS_WITH_PATH)
+HUB_DATASETS = ("c4", "c4_validation", "fineweb", "fineweb-edu", "openwebtext")
+DATASETS = ("python_stdlib", *DATASETS_WITH_PATH, "huggingface", *HUB_DATASETS)
 TORCH_OPTIM_RULES = ("adamw", "adam", "sgd")
 CHECKPOINT_PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 COMPILE_COMPONENTS = ("model", "loss")
@@ -223,28 +224,52 @@ def _matches(pattern: str) -> Iterable[Path]:
     return [Path(name) for name in found if Path(name).is_file()]
 
 
-def _check_dataset(config: JobConfig, dataset_key: str, path_key: str) -> None:
-    dataset, path = schema.get_value(config, dataset_key), schema.get_value(config, path_key)
+def _check_dataset(dataset: str, path: str | None, dataset_key: str, path_key: str) -> None:
+    of_dataset, of_path = f"{dataset_key} = {show(dataset)}", f"{path_key} = {show(path)}"
     if dataset not in DATASETS:
         word = schema.nearest(dataset, DATASETS)
-        hint = (
-            f"did you mean {show(word)}?" if word else "C4 and others: load their files as jsonl or parquet"
-        )
-        raise refusal(config, dataset_key, f"must be one of {', '.join(DATASETS)}; {hint}")
-    if dataset not in DATASETS_WITH_PATH:
+        hint = f"did you mean {show(word)}?" if word else 'others by "huggingface" and their id as the path'
+        if dataset == "c4_test":
+            hint = 'c4_test is torchtitan\'s own test file: read it as "jsonl", or use "python_stdlib"'
+        raise ConfigError(f"{of_dataset}: must be one of {', '.join(DATASETS)}; {hint}")
+    if dataset == "python_stdlib":
         if path is not None:
-            raise refusal(config, path_key, f"{dataset_key} = {show(dataset)} brings its own files: unset it")
+            raise ConfigError(f"{of_path}: {of_dataset} brings its own files: unset it")
         return
     if not path:
-        raise refusal(
-            config, path_key, f"{dataset_key} = {show(dataset)} needs the path of a file, folder or glob here"
+        if dataset in HUB_DATASETS:
+            return
+        what = "a folder or hub id" if dataset == "huggingface" else "a file, folder or glob"
+        raise ConfigError(f"{of_path}: {of_dataset} needs the path of {what} here")
+    if dataset in DATASETS_WITH_PATH:
+        if next(iter(_matches(path)), None) is None:
+            raise ConfigError(
+                f"{of_path}: no such file, and no match as a folder or glob (from {Path.cwd()})"
+            )
+    elif not Path(path).expanduser().is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", path):
+        raise ConfigError(
+            f"{of_path}: no such folder (from {Path.cwd()}), and no hub id (owner/name@revision)"
         )
-    if next(iter(_matches(path)), None) is None:
-        raise refusal(config, path_key, f"no such file, and no match as a folder or glob (from {Path.cwd()})")
+
+
+def _check_sources(config: JobConfig) -> None:
+    """The mix of `[[data.sources]]`, or the one dataset of `[training]`."""
+    training, sources = config.training, config.data.sources
+    if not sources:
+        _check_dataset(training.dataset, training.dataset_path, "training.dataset", "training.dataset_path")
+        return
+    for path in ("training.dataset", "training.dataset_path", "data.subset", "data.split"):
+        if schema.get_value(config, path) != schema.all_keys()[path].default:
+            raise refusal(config, path, "[[data.sources]] names what to train on: keep one of the two")
+    for i, source in enumerate(sources):
+        key = f"data.sources[{i}]"
+        _check_dataset(source.dataset, source.path, f"{key}.dataset", f"{key}.path")
+        if source.weight <= 0:
+            raise ConfigError(f"{key}.weight = {source.weight}: must be above 0 (leave the source out)")
 
 
 def _check_data(config: JobConfig) -> None:
-    _check_dataset(config, "training.dataset", "training.dataset_path")
+    _check_sources(config)
     assets, tokenizer = config.model.hf_assets_path, config.data.tokenizer
     if tokenizer == "auto" and assets and not Path(assets).expanduser().is_dir():
         raise refusal(
@@ -265,7 +290,9 @@ def _check_validation(config: JobConfig) -> None:
     if not validation.enable:
         return
     if validation.dataset is not None:
-        _check_dataset(config, "validation.dataset", "validation.dataset_path")
+        _check_dataset(
+            validation.dataset, validation.dataset_path, "validation.dataset", "validation.dataset_path"
+        )
     elif validation.dataset_path is not None:
         raise refusal(
             config, "validation.dataset_path", f"needs validation.dataset, one of {', '.join(DATASETS)}"
@@ -285,6 +312,7 @@ def _check_checkpoint(config: JobConfig, world_size: int) -> list[str]:
         # Training silently from random weights would be the worst reading of these three.
         for path in (
             "checkpoint.initial_load_path",
+            "checkpoint.initial_load_in_hf",
             "checkpoint.create_seed_checkpoint",
             "checkpoint.load_only",
         ):
@@ -310,6 +338,7 @@ def _check_checkpoint(config: JobConfig, world_size: int) -> list[str]:
             )
     if checkpoint.initial_load_path and not Path(checkpoint.initial_load_path).expanduser().is_dir():
         raise refusal(config, "checkpoint.initial_load_path", "no such folder")
+    _check_hugging_face(config)
     if checkpoint.create_seed_checkpoint and world_size != 1:
         raise refusal(
             config,
@@ -323,6 +352,36 @@ def _check_checkpoint(config: JobConfig, world_size: int) -> list[str]:
             "checkpoint.last_save_model_only = true: the last checkpoint holds weights alone, for no resume"
         ]
     return []
+
+
+def _check_hugging_face(config: JobConfig) -> None:
+    checkpoint, model = config.checkpoint, config.model
+    if checkpoint.initial_load_in_hf:
+        if not (checkpoint.initial_load_path or model.hf_assets_path):
+            raise refusal(
+                config,
+                "checkpoint.initial_load_in_hf",
+                "needs the model's folder: set checkpoint.initial_load_path or model.hf_assets_path",
+            )
+        if not checkpoint.initial_load_model_only:
+            raise refusal(
+                config,
+                "checkpoint.initial_load_model_only",
+                "checkpoint.initial_load_in_hf = true finds weights alone: set it to true",
+            )
+    if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
+        raise refusal(
+            config,
+            "checkpoint.last_save_in_hf",
+            "holds weights alone: set checkpoint.last_save_model_only = true as well",
+        )
+    if checkpoint.last_save_in_hf and model.moe_balancing == "bias":
+        raise refusal(
+            config,
+            "model.moe_balancing",
+            "Hugging Face's model has no bias on the choice of experts (checkpoint.last_save_in_hf = true):"
+            ' use "auxiliary_loss"',
+        )
 
 
 def _check_runtime(config: JobConfig) -> None:

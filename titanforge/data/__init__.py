@@ -8,6 +8,7 @@ from __future__ import annotations
 from titanforge.data.build import build_train_loader, build_validation_loader
 from titanforge.data.errors import DataError, DataExhausted
 from titanforge.data.loader import TrainLoader
+from titanforge.data.mix import SourceSpec
 from titanforge.data.packing import IGNORED, Batch
 from titanforge.data.state import merge_states
 from titanforge.data.tokenizers import Tokenizer, build_tokenizer
@@ -18,6 +19,7 @@ __all__ = [
     "Batch",
     "DataError",
     "DataExhausted",
+    "SourceSpec",
     "Tokenizer",
     "TrainLoader",
     "ValidationLoader",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from titanforge.data.loader import Plan, TrainLoader
-from titanforge.data.sources import open_source
-from titanforge.data.split import HeldOutDocuments, TrainingDocuments
+from titanforge.data.mix import SourceSpec, TrainingMix, open_mix, validation_lanes
+from titanforge.data.sources import ShardedSource, Source, open_source
+from titanforge.data.split import Walk
 from titanforge.data.tokenizers import Tokenizer
 from titanforge.data.validation import ValidationLoader
 
@@ -14,6 +17,10 @@ def build_train_loader(
     dataset: str,
     dataset_path: str | None,
     text_key: str,
+    subset: str | None = None,
+    split: str | None = None,
+    sources: Sequence[SourceSpec] = (),
+    shuffle_window: int = 1024,
     tokenizer: Tokenizer,
     seq_len: int,
     local_batch_size: int,
@@ -34,6 +41,7 @@ def build_train_loader(
     """This rank's training loader. The arguments are the keys of [training], [data] and
     [training.dataloader].
 
+    `sources`, if there are any, take the place of `dataset`, `dataset_path`, `subset` and `split`.
     `global_batch_size` may be −1: one micro-batch a step. No process or file stays open before the first
     batch.
 
@@ -45,6 +53,7 @@ def build_train_loader(
     _at_least_one("training.seq_len", seq_len)
     _at_least_one("training.local_batch_size", local_batch_size)
     _at_least_one("data.num_streams", num_streams)
+    _at_least_one("data.shuffle_window", shuffle_window)
     _check_rank(dp_rank, dp_world)
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"data.validation_fraction = {validation_fraction}: must be at least 0 and below 1")
@@ -60,19 +69,16 @@ def build_train_loader(
             f"training.global_batch_size = {global_batch_size}: must be a multiple of "
             f"training.local_batch_size x data-parallel degree = {local_batch_size} x {dp_world} = {together}"
         )
-    source = open_source(dataset, dataset_path, text_key)
+    specs, opened = _open(dataset, dataset_path, text_key, subset, split, sources)
     plan = Plan(
-        documents=TrainingDocuments(source, validation_fraction, num_streams),
+        mix=TrainingMix.of(opened, specs, validation_fraction, num_streams),
+        walk=Walk(seed, num_streams, shuffle, repeat, shuffle_window),
         tokenizer=tokenizer,
         seq_len=seq_len,
         local_batch_size=local_batch_size,
         global_batch_size=global_batch_size,
         dp_rank=dp_rank,
         dp_world=dp_world,
-        seed=seed,
-        num_streams=num_streams,
-        shuffle=shuffle,
-        repeat=repeat,
     )
     return TrainLoader(plan, document_mask, num_workers, pin_memory, prefetch_factor, persistent_workers)
 
@@ -82,6 +88,9 @@ def build_validation_loader(
     dataset: str,
     dataset_path: str | None,
     text_key: str,
+    subset: str | None = None,
+    split: str | None = None,
+    sources: Sequence[SourceSpec] = (),
     tokenizer: Tokenizer,
     seq_len: int,
     local_batch_size: int,
@@ -95,9 +104,10 @@ def build_validation_loader(
     """This rank's validation loader, its text read and packed.
 
     Args:
+        sources: as in `build_train_loader`; the held-out text is then mixed by their weights, until one after
+            the other ends.
         held_out_only: take the documents that `build_train_loader` leaves out at this
-        `validation_fraction`; false:
-            take all (a dataset of its own).
+            `validation_fraction`; false: take all (a dataset of its own).
         steps: batches per rank at most; −1: the whole set.
 
     Raises ValueError, FileNotFoundError and DataError as `build_train_loader` does, and ValueError if there
@@ -113,11 +123,38 @@ def build_validation_loader(
             f"data.validation_fraction = {validation_fraction}: nothing is held out to validate on. "
             "Raise it, or set validation.dataset."
         )
-    source = open_source(dataset, dataset_path, text_key)
-    documents = HeldOutDocuments(source, validation_fraction if held_out_only else 1.0)
+    specs, opened = _open(dataset, dataset_path, text_key, subset, split, sources)
+    for source in opened:
+        if steps == -1 and isinstance(source, ShardedSource) and not source.bounded:
+            raise ValueError(
+                f"validation.steps = -1: {source.name} would be read to its end, from the hub. "
+                "Set a number of batches."
+            )
     return ValidationLoader(
-        documents, tokenizer, seq_len, local_batch_size, dp_rank, dp_world, steps, document_mask
+        validation_lanes(opened, validation_fraction if held_out_only else 1.0),
+        [spec.weight for spec in specs],
+        tokenizer,
+        seq_len,
+        local_batch_size,
+        dp_rank,
+        dp_world,
+        steps,
+        document_mask,
+        name=", ".join(source.name for source in opened),
     )
+
+
+def _open(
+    dataset: str,
+    dataset_path: str | None,
+    text_key: str,
+    subset: str | None,
+    split: str | None,
+    sources: Sequence[SourceSpec],
+) -> tuple[Sequence[SourceSpec], list[Source | ShardedSource]]:
+    if sources:
+        return sources, open_mix(sources, text_key)
+    return [SourceSpec(dataset, dataset_path)], [open_source(dataset, dataset_path, text_key, subset, split)]
 
 
 def _at_least_one(key: str, value: int) -> None:

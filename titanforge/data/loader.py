@@ -24,8 +24,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanforge.data.dealing import rank_samples, worker_of
 from titanforge.data.errors import DataError, DataExhausted
-from titanforge.data.packing import Batch, Stream, StreamState, make_batch
-from titanforge.data.split import TrainingDocuments
+from titanforge.data.mix import TrainingMix
+from titanforge.data.packing import Batch, Stream, StreamState, make_batch, state_width
+from titanforge.data.split import Walk
 from titanforge.data.state import check_complete, initial_streams
 from titanforge.data.tokenizers import Tokenizer
 
@@ -34,17 +35,18 @@ from titanforge.data.tokenizers import Tokenizer
 class Plan:
     """Everything that decides which samples a rank hands out when, but for the position."""
 
-    documents: TrainingDocuments
+    mix: TrainingMix
+    walk: Walk
     tokenizer: Tokenizer
     seq_len: int
     local_batch_size: int
     global_batch_size: int
     dp_rank: int
     dp_world: int
-    seed: int
-    num_streams: int
-    shuffle: bool
-    repeat: bool
+
+    @property
+    def num_streams(self) -> int:
+        return self.walk.num_streams
 
     @property
     def micro_batches(self) -> int:
@@ -56,13 +58,14 @@ _SECONDS_AFTER_SIGTERM = 120
 
 
 class _Part(NamedTuple):
-    """A worker's share of one micro-batch: `rows` [n] of it, stacked samples [n, T + 1], and, [n, 5], the
-    stream and its state after each."""
+    """A worker's share of one micro-batch: `rows` [n] of it, stacked samples [n, T + 1], and, [n, 1 + width],
+    the stream and its state after each, and, [n, sources], the tokens that it took of each source."""
 
     rows: np.ndarray
     tokens: np.ndarray
     starts: np.ndarray
     states: np.ndarray
+    taken: np.ndarray
 
 
 class _Failure(NamedTuple):
@@ -93,7 +96,7 @@ class _Parts(IterableDataset):
 
     def _parts(self, worker: int, workers: int) -> Iterator[_Part]:
         plan, consumed = self._plan, self._consumed
-        order = plan.documents.order(plan.seed, plan.shuffle)
+        lanes = plan.mix.lanes(plan.walk)
         streams: dict[int, Stream] = {}
         while True:
             samples = rank_samples(
@@ -102,38 +105,39 @@ class _Parts(IterableDataset):
             for first in range(0, len(samples), plan.local_batch_size):
                 batch = samples[first : first + plan.local_batch_size]
                 mine = worker_of(batch % plan.num_streams, plan.num_streams, plan.dp_world, workers) == worker
-                yield self._part(batch, np.flatnonzero(mine), streams, order)
+                yield self._part(batch, np.flatnonzero(mine), streams, lanes)
             consumed += plan.global_batch_size
 
-    def _part(self, batch: np.ndarray, rows: np.ndarray, streams: dict[int, Stream], order: Any) -> _Part:
+    def _part(self, batch: np.ndarray, rows: np.ndarray, streams: dict[int, Stream], lanes: Any) -> _Part:
         plan = self._plan
         length = plan.seq_len + 1
         part = _Part(
             rows,
             np.empty((len(rows), length), np.int32),
             np.empty((len(rows), length), bool),
-            np.empty((len(rows), 5), np.int64),
+            np.empty((len(rows), 1 + state_width(len(plan.mix))), np.int64),
+            np.empty((len(rows), len(plan.mix)), np.int64),
         )
         for i, row in enumerate(rows):
             ordinal, index = divmod(int(batch[row]), plan.num_streams)
             if index not in streams:
                 streams[index] = Stream(
                     index,
-                    plan.num_streams,
-                    plan.documents,
-                    order,
+                    lanes(index),
+                    plan.mix.weights,
                     plan.tokenizer,
                     plan.seq_len,
-                    name=plan.documents.source.name,
-                    repeat=plan.repeat,
-                    state=StreamState(*self._start[index].tolist()),
+                    seed=plan.walk.seed,
+                    state=StreamState.from_row(self._start[index].tolist()),
                 )
             stream = streams[index]
             while stream.state.ordinal < ordinal:  # samples that other ranks take
                 stream.next_sample()
             assert stream.state.ordinal == ordinal, "samples of a stream are dealt in order"
+            before = list(stream.tokens_taken)
             part.tokens[i], part.starts[i] = stream.next_sample()
-            part.states[i] = index, *stream.state
+            part.states[i] = [index, *stream.state.row]
+            part.taken[i] = np.subtract(stream.tokens_taken, before)
         return part
 
 
@@ -179,11 +183,15 @@ class TrainLoader:
     _micro_batch: int = field(init=False, default=0)
     _pending: list[list[int]] = field(init=False, default_factory=list)
     """Streams and their states after the samples of the step under way."""
+    _taken: np.ndarray = field(init=False)
+    """Tokens of each source in the steps done, as `source_tokens` tells them. int64 [sources]."""
+    _pending_taken: list[np.ndarray] = field(init=False, default_factory=list)
     _parts: Iterator[_Part | _Failure] | None = field(init=False, default=None)
     _error: DataError | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._streams = initial_streams(self.plan.num_streams)
+        self._streams = initial_streams(self.plan.num_streams, state_width(len(self.plan.mix)))
+        self._taken = np.zeros(len(self.plan.mix), np.int64)
 
     @property
     def epoch(self) -> int:
@@ -211,7 +219,9 @@ class TrainLoader:
         # In the order of each stream's samples: a stream is one worker's, so its last state stays.
         for index, *state in self._pending:
             self._streams[index] = torch.tensor(state)
+        self._taken += sum(self._pending_taken)
         self._pending.clear()
+        self._pending_taken.clear()
         self._micro_batch = 0
         self.samples += self.plan.global_batch_size
 
@@ -223,6 +233,7 @@ class TrainLoader:
         for part in parts:
             tokens[part.rows], starts[part.rows] = part.tokens, part.starts
         self._pending += [row for part in parts for row in part.states.tolist()]
+        self._pending_taken += [part.taken.sum(axis=0) for part in parts]
         batch = make_batch(tokens, starts, self.document_mask)
         return batch.pin_memory() if self.pin_memory else batch
 
@@ -265,21 +276,28 @@ class TrainLoader:
                 **workers,
             )
 
+    def source_tokens(self) -> dict[str, int]:
+        """Tokens of the run that came from each source of a mix, by name; empty for a single source.
+
+        The sum over all data-parallel ranks is the whole run's, on any number of ranks and after resuming:
+        each rank counts its own samples, and rank 0 what had been read when the state was saved.
+        """
+        if len(self.plan.mix) == 1:
+            return {}
+        return dict(zip(self.plan.mix.labels, self._taken.tolist()))
+
     def _identity(self) -> dict[str, int]:
         plan = self.plan
+        name = hashlib.blake2b(plan.tokenizer.name.encode(), digest_size=7).digest()
         return {
-            "seed": plan.seed,
-            "shuffle": int(plan.shuffle),
-            "documents": len(plan.documents),
-            "source": plan.documents.source.fingerprint,
-            "held_out": int(plan.documents.validation_fraction * 2**53),
-            "tokenizer": int.from_bytes(
-                hashlib.blake2b(plan.tokenizer.name.encode(), digest_size=7).digest()
-            ),
+            "seed": plan.walk.seed,
+            "shuffle": int(plan.walk.shuffle),
+            **plan.mix.identity(plan.walk),
+            "tokenizer": int.from_bytes(name),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's view of the position after the last step: ints, and `streams`, int64 [V, 4]. To be
+        """This rank's view of the position after the last step: ints, and `streams`, int64 [V, n]. To be
         joined by `merge_states`. Raises RuntimeError within a step: its samples are then neither done nor
         due."""
         if self._micro_batch:
@@ -302,6 +320,8 @@ class TrainLoader:
             "documents": "training.dataset or training.dataset_path (number of documents)",
             "held_out": "data.validation_fraction",
             "source": "training.dataset or training.dataset_path (names, sizes, lengths of the files)",
+            "weights": "data.sources (weights)",
+            "window": "data.shuffle_window",
             "tokenizer": "data.tokenizer",
         }
         hint = "Restore it, or start the data over with checkpoint.exclude_from_loading = ['dataloader']."
@@ -310,13 +330,21 @@ class TrainLoader:
                 f"data.num_streams is {self.plan.num_streams}, in the checkpoint "
                 f"{len(merged['streams'])}. {hint}"
             )
-        for name, value in self._identity().items():
+        identity = self._identity()
+        if merged["streams"].shape[1] != self._streams.shape[1] or set(identity) != set(merged) & set(keys):
+            raise ValueError(
+                f"data.sources: the checkpoint's position is in another number or kind of sources. {hint}"
+            )
+        for name, value in identity.items():
             if merged[name] != value:
                 raise ValueError(f"{keys[name]} differs from the checkpoint's ({name}). {hint}")
         check_complete(merged)
         self.close()
         self.samples = int(merged["samples"])
         self._streams = merged["streams"].clone()
+        self._taken[:] = 0
+        if len(self.plan.mix) > 1 and self.plan.dp_rank == 0:
+            self._taken[:] = self._streams[:, 7::3].sum(dim=0).numpy()
         self._error = None
 
     def close(self) -> None:
@@ -324,4 +352,5 @@ class TrainLoader:
         done."""
         self._parts = None
         self._pending.clear()
+        self._pending_taken.clear()
         self._micro_batch = 0

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from titanforge.data.errors import DataError, DataExhausted
+from titanforge.data.lanes import Lane
+from titanforge.data.order import mix64
 from titanforge.data.tokenizers import Tokenizer
 
+_MASK64 = (1 << 64) - 1
 IGNORED = -100
 """Label of a token whose prediction is not counted."""
 
@@ -56,66 +60,102 @@ def make_batch(tokens: np.ndarray, starts: np.ndarray, document_mask: bool) -> B
     return Batch(*map(torch.from_numpy, (inputs, labels, positions, documents)))
 
 
-class Documents(Protocol):
-    """Numbered documents; `read` gives None for one to pass over."""
-
-    def __len__(self) -> int: ...
-    def read(self, place: int) -> str | None: ...
-    def where(self, place: int) -> str: ...
-
-
 class StreamState(NamedTuple):
     """Where a stream stands: all that is needed to go on with it."""
 
     epoch: int = 0
     document: int = 0
-    """Number in the stream's own list of the epoch."""
+    """In the lane that `source` numbers: where that lane stands."""
     offset: int = 0
     """First token of that document (with its eos) not yet used."""
     ordinal: int = 0
     """Number of the next sample in the stream."""
+    mix: tuple[int, ...] = ()
+    """Of a mix: the number of the source under way, then for each source epoch, document, and tokens taken
+    from it."""
+
+    @property
+    def row(self) -> list[int]:
+        return [*self[:4], *self.mix]
+
+    @classmethod
+    def from_row(cls, row: list[int]) -> StreamState:
+        return cls(*row[:4], mix=tuple(row[4:]))
+
+
+def state_width(num_sources: int) -> int:
+    """Integers in the state of a stream over this many sources."""
+    return 4 if num_sources == 1 else 5 + 3 * num_sources
+
+
+_HEAD_START = 1000.0
+"""Tokens: the scale of how far apart streams begin in a mix."""
 
 
 class Stream:
-    """Stream `index` of `num_streams`: packs every num_streams-th document of the order, back to back.
+    """Stream `index`: packs the documents of its lanes, one per source, back to back.
 
-    An epoch is one pass over the documents, or, with fewer documents than streams, as many as give every
-    stream one. A document is its tokens and eos; a sample is the next `seq_len` tokens. Without `repeat`,
-    `next_sample` raises DataExhausted at the first sample that the data does not fill; `pad_last` fills
-    that one, if it has begun, with uncounted eos tokens.
+    A document is its tokens and eos; a sample is the next `seq_len` tokens. When a document ends, the next
+    one comes from the source with the least tokens taken for its weight, so that every stream has the mix
+    of the weights to within a document. Streams begin with head starts drawn from `seed`, such that the
+    first source has the odds of the weights (exponential variables with rates w: the smallest is that of
+    source s with probability w_s).
+
+    Raises DataExhausted at the first sample that the data does not fill. With `to_the_end` it reads the
+    lanes that are left until all have ended, and fills that sample, if it has begun, with uncounted eos
+    tokens.
     """
 
     def __init__(
         self,
         index: int,
-        num_streams: int,
-        documents: Documents,
-        order: Callable[[int, int], int],
+        lanes: Sequence[Lane],
+        weights: Sequence[float],
         tokenizer: Tokenizer,
         seq_len: int,
         *,
-        name: str,
-        repeat: bool = True,
-        pad_last: bool = False,
+        seed: int = 0,
+        to_the_end: bool = False,
         state: StreamState | None = None,
     ) -> None:
-        self.index, self.name = index, name
-        self._num_streams, self._documents, self._order = num_streams, documents, order
-        self._tokenizer, self._seq_len = tokenizer, seq_len
-        self._repeat, self._pad_last = repeat, pad_last
-        self._passes = -(-num_streams // len(documents)) if repeat else 1
-        dealt = len(documents) * self._passes
-        self._length = max(0, -(-(dealt - index) // num_streams))
-        self._epoch, self._document, self._offset, self._ordinal = state or StreamState()
+        self._lanes, self._weights = lanes, weights
+        self._tokenizer, self._seq_len, self._to_the_end = tokenizer, seq_len, to_the_end
+        self._tokens = [0] * len(lanes)
+        self._head_start = [
+            round(-math.log((mix64(mix64(mix64(seed & _MASK64) ^ index) ^ s) + 1) / 2.0**64) * _HEAD_START)
+            for s in range(len(lanes))
+        ]
+        self._source, self._offset, self._ordinal = 0, 0, 0
+        self._ended: set[int] = set()
+        if state is not None:
+            self._restore(state)
         self._current: np.ndarray | None = None
         self.bytes_read = 0
         """UTF-8 bytes of the documents begun."""
         self.tokens_read = 0
         """Their tokens, without eos."""
 
+    def _restore(self, state: StreamState) -> None:
+        self._offset, self._ordinal = state.offset, state.ordinal
+        if state.mix:
+            self._source = state.mix[0]
+            for s, lane in enumerate(self._lanes):
+                lane.epoch, lane.document, self._tokens[s] = state.mix[1 + 3 * s : 4 + 3 * s]
+        else:
+            self._lanes[0].epoch, self._lanes[0].document = state.epoch, state.document
+
     @property
     def state(self) -> StreamState:
-        return StreamState(self._epoch, self._document, self._offset, self._ordinal)
+        lane, mix = self._lanes[self._source], ()
+        if len(self._lanes) > 1:
+            positions = [(each.epoch, each.document, n) for each, n in zip(self._lanes, self._tokens)]
+            mix = (self._source, *(number for position in positions for number in position))
+        return StreamState(lane.epoch, lane.document, self._offset, self._ordinal, mix)
+
+    @property
+    def tokens_taken(self) -> list[int]:
+        """Tokens (eos included) that the samples have taken of each source."""
+        return self._tokens
 
     def next_sample(self) -> Sample:
         """The sample of number `state.ordinal`; then the state is that of the next one."""
@@ -127,7 +167,7 @@ class Stream:
             try:
                 document = self._load()
             except DataExhausted:
-                if not (self._pad_last and filled):
+                if not (self._to_the_end and filled):
                     raise
                 starts[filled:] = True  # every padding token a document of its own: nothing predicts it
                 break
@@ -136,8 +176,10 @@ class Stream:
             tokens[filled : filled + len(taken)] = taken
             filled += len(taken)
             self._offset += len(taken)
+            self._tokens[self._source] += len(taken)
             if self._offset == len(document):
-                self._document, self._offset, self._current = self._document + 1, 0, None
+                self._lanes[self._source].advance()
+                self._offset, self._current = 0, None
         if self._current is None:
             starts[length] = True
         else:
@@ -147,40 +189,33 @@ class Stream:
 
     def _load(self) -> np.ndarray:
         """The current document's tokens and eos, int32 [n]; the next one with text if none is begun."""
-        passed_over = 0
         while self._current is None:
-            if self._document >= self._length or (self._epoch and not self._repeat):
-                if not self._repeat:
-                    raise DataExhausted(
-                        f"{self.name} ended: sample {self._ordinal} of stream {self.index} cannot be filled, "
-                        "and data.repeat = false. Set data.repeat = true, or train for fewer steps "
-                        f"(data.num_streams = {self._num_streams}, {len(self._documents)} documents)."
-                    )
-                self._epoch, self._document = self._epoch + 1, 0
-            if passed_over > 3 * self._length:
-                raise DataError(
-                    f"{self.name}: no text in three passes over the {self._length} documents of stream "
-                    f"{self.index} of {self._num_streams}. Lower data.num_streams or "
-                    "data.validation_fraction."
-                )
-            turn = self.index + self._document * self._num_streams
-            pass_, turn = divmod(turn, len(self._documents))
-            place = self._order(self._epoch * self._passes + pass_, turn)
-            text = self._documents.read(place)
-            if text is None:
-                self._document, passed_over = self._document + 1, passed_over + 1
+            if not self._offset:
+                self._source = self._draw()
+            lane = self._lanes[self._source]
+            try:
+                text = lane.load()
+            except DataExhausted:
+                self._ended.add(self._source)
+                if not self._to_the_end or len(self._ended) == len(self._lanes):
+                    raise
                 continue
-            self._current = self._tokenize(text, place)
+            self._current = self._tokenize(text, lane)
         return self._current
 
-    def _tokenize(self, text: str, place: int) -> np.ndarray:
+    def _draw(self) -> int:
+        """The source that has given the least for its weight; the first of equals."""
+        left = [s for s in range(len(self._lanes)) if s not in self._ended] or [0]
+        return min(left, key=lambda s: (self._tokens[s] + self._head_start[s]) / self._weights[s])
+
+    def _tokenize(self, text: str, lane: Lane) -> np.ndarray:
         try:
             tokens = np.append(self._tokenizer.encode_array(text), np.int32(self._tokenizer.eos_id))
         except Exception as error:
-            raise DataError(f"{self._documents.where(place)}: cannot be tokenized: {error}") from error
+            raise DataError(f"{lane.where()}: cannot be tokenized: {error}") from error
         if self._offset >= len(tokens):
             raise DataError(
-                f"{self._documents.where(place)}: {len(tokens)} tokens, but the position to resume from "
+                f"{lane.where()}: {len(tokens)} tokens, but the position to resume from "
                 f"is token {self._offset} of this document: the data has changed since the checkpoint"
             )
         self.bytes_read += len(text.encode("utf-8", "replace"))

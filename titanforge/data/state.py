@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 
-def initial_streams(num_streams: int) -> torch.Tensor:
-    """`StreamState` of every stream at the start of a run: int64 [V, 4], columns epoch, document, offset,
-    ordinal."""
-    return torch.zeros(num_streams, 4, dtype=torch.int64)
+def initial_streams(num_streams: int, width: int) -> torch.Tensor:
+    """`StreamState` of every stream at the start of a run: int64 [V, width], the first columns epoch,
+    document, offset, ordinal."""
+    return torch.zeros(num_streams, width, dtype=torch.int64)
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:

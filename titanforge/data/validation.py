@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from titanforge.data.errors import DataExhausted
-from titanforge.data.order import DocumentOrder
+from titanforge.data.lanes import Lane
 from titanforge.data.packing import Batch, Sample, Stream, make_batch
-from titanforge.data.split import HeldOutDocuments
 from titanforge.data.tokenizers import Tokenizer
 
 
 class ValidationLoader:
     """Iterate it as often as wanted: always the same batches, [local_batch_size, T] each.
 
-    The documents are packed in the order of the source into one row of sequences; sequence i goes to rank
+    The documents are packed in the order of their source into one row of sequences, several sources mixed by
+    their weights; sequence i goes to rank
     i mod dp_world. The last sequence, and ranks with fewer sequences than others, are filled up with tokens
     whose labels are not counted, so each token counts once whatever the number of ranks. A rank keeps its
     packed sequences in memory (5 bytes a token).
@@ -24,7 +24,8 @@ class ValidationLoader:
 
     def __init__(
         self,
-        documents: HeldOutDocuments,
+        lanes: Sequence[Lane],
+        weights: Sequence[float],
         tokenizer: Tokenizer,
         seq_len: int,
         local_batch_size: int,
@@ -32,10 +33,9 @@ class ValidationLoader:
         dp_world: int,
         steps: int,
         document_mask: bool,
+        name: str,
     ) -> None:
-        name = documents.source.name
-        order = DocumentOrder(len(documents), seed=0, shuffle=False)
-        stream = Stream(0, 1, documents, order, tokenizer, seq_len, name=name, repeat=False, pad_last=True)
+        stream = Stream(0, lanes, weights, tokenizer, seq_len, to_the_end=True)
         limit = None if steps < 0 else steps * local_batch_size * dp_world
         mine: list[Sample] = []
         count = 0
@@ -49,7 +49,7 @@ class ValidationLoader:
             count += 1
         if not count:
             raise ValueError(
-                f"validation: no text held out of {name} ({len(documents)} documents). Raise "
+                f"validation: no text held out of {name}. Raise "
                 "data.validation_fraction, set validation.dataset, or validation.enable = false."
             )
         batches = -(-count // (local_batch_size * dp_world))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -38,6 +38,26 @@ class Source(ABC):
         """For sources that read documents in blocks: the blocks' bounds, int64 [blocks + 1], and how many
         blocks fit in memory at once. None if any document is read alone."""
         return None
+
+
+class ShardedSource(ABC):
+    """A source without random access: shards 0 … num_shards−1, each read from front to back. Picklable."""
+
+    name: str
+    """How error messages call it: the dataset and where it comes from."""
+    fingerprint: int
+    """63 bits that tell the shards apart from those of other data."""
+    num_shards: int
+    bounded: bool
+    """Whether it lies on this machine, so that reading all of it is a matter of its size alone."""
+
+    @abstractmethod
+    def read_shard(self, shard: int, start: int) -> Iterator[str]:
+        """The texts of a shard from number `start` on. May raise anything where one cannot be read."""
+
+    @abstractmethod
+    def where(self, shard: int, number: int) -> str:
+        """Dataset, shard and number of a document, for messages."""
 
 
 def fingerprint(entries: list[tuple[str, int, int]]) -> int:

@@ -22,7 +22,7 @@ from titanforge.data import build_tokenizer
 from titanforge.models.generation import generate
 from titanforge.models.initialization import initialize_weights
 from titanforge.parallelisms import init_distributed
-from titanforge.trainer import build_meta_model
+from titanforge.trainer import build_meta_model, huggingface_form
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -62,7 +62,7 @@ def load_model(config: JobConfig, folder: Path, vocab_size: int, device: torch.d
         CheckpointError: the folder is no whole checkpoint.
         ValueError: its weights are of another model.
     """
-    model, _ = build_meta_model(config, vocab_size)
+    model, args = build_meta_model(config, vocab_size)
     model.to_empty(device=device)
     # Fills what no checkpoint holds: the tables of the position embedding.
     initialize_weights(model, seed=0)
@@ -73,8 +73,11 @@ def load_model(config: JobConfig, folder: Path, vocab_size: int, device: torch.d
         settings.enable = settings.load_only = settings.initial_load_model_only = True
         settings.initial_load_path, settings.load_step = str(folder), -1
         settings.exclude_from_loading = []
+        settings.initial_load_in_hf = (folder / "config.json").is_file()  # an export with last_save_in_hf
+        settings.last_save_in_hf = False
+        form = huggingface_form(config, args)
         with tempfile.TemporaryDirectory() as empty:
-            manager = CheckpointManager(settings, empty, config_toml="", runtime=runtime)
+            manager = CheckpointManager(settings, empty, config_toml="", runtime=runtime, form=form)
             loaded = manager.load({"model": model.state_dict()})
             manager.close()
         assert loaded is not None, "initial_load_path was given"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titanforge.config import ConfigError, JobConfig, load_config, read_config, schema, to_flat_dict, to_toml
-from titanforge.config.sections import ParamGroup
+from titanforge.config.sections import DataSource, ParamGroup
 from titanforge.config.theirs import FOREIGN_KEYS
 from titanforge.config.toml_lines import key_lines, line_of
 
@@ -354,7 +354,7 @@ def test_empty_section_of_theirs_is_fine(job_file):
     [
         ("model.converters", '["float8"]'),
         ("fault_tolerance.enable", "true"),
-        ("checkpoint.initial_load_in_hf", "true"),
+        ("checkpoint.initial_load_in_hf_quantized", "true"),
         ("optimizer.early_step_in_backward", "true"),
         ("quantize.linear.float8.enable_fsdp_float8_all_gather", "true"),
         ("parallelism.expert_tensor_parallel_degree", "2"),
@@ -403,6 +403,8 @@ def odd_config() -> JobConfig:
         item = schema.list_item(inner)
         if item is ParamGroup:
             value = [ParamGroup("a.b", lr=1e-20, beta1=0.5), ParamGroup('"q\\d"', weight_decay=3.0)]
+        elif item is DataSource:
+            value = [DataSource("text", "a.txt", 0.1), DataSource("c4", name='"q\\d"', split="x")]
         elif item is not None:
             value = ["a", 'b "c", \\n \n\t', "[d]", ""]
         elif inner is bool:

@@ -38,8 +38,8 @@ def export(model, form, folder: Path, dtype: torch.dtype = torch.float32) -> Non
     folder.mkdir()
     state = model.state_dict()
     tensors = {}
-    for name, source in form.sources().items():
-        tensors |= files.to_huggingface(name, state[name].to(dtype), source)
+    for name in form.sources():
+        tensors |= files.to_huggingface(name, state[name].to(dtype), form)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     files.write_extras(folder, form, dtype, None)
 

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -49,9 +49,10 @@ class Source(Protocol):
 class Form(Protocol):
     """What is asked of a model's form."""
 
-    prefix: Any
-    ignored: Any
-
+    @property
+    def prefix(self) -> str: ...
+    @property
+    def ignored(self) -> tuple[str, ...]: ...
     @property
     def tied_head(self) -> str | None: ...
     def sources(self) -> Mapping[str, Any]: ...
@@ -225,8 +226,9 @@ def _part(stored: Any, ranges: list[slice], transposed: bool) -> Tensor:
     return stored[tuple(ranges[::-1])].t() if transposed else stored[tuple(ranges)]
 
 
-def to_huggingface(name: str, tensor: Tensor, source: Source) -> dict[str, Tensor]:
+def to_huggingface(name: str, tensor: Tensor, form: Form) -> dict[str, Tensor]:
     """One of our whole tensors as theirs, by name."""
+    source: Source = form.sources()[name]
     parts = tensor.unbind(0) if source.stacked else (tensor,)
     assert len(parts) == len(source.names), name
     return {
@@ -243,12 +245,6 @@ def write_extras(folder: Path, form: Form, dtype: torch.dtype, assets: Path | No
         assert assets is not None
         if (assets / name).is_file():
             shutil.copyfile(assets / name, folder / name)
-
-
-def gather_for(form: Form, gather: Callable[[str], Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Our names in order, each with their tensors; ``gather`` gives a whole tensor in host memory."""
-    for name, source in form.sources().items():
-        yield name, to_huggingface(name, gather(name), source)
 
 
 def _some(names: list[str]) -> str:

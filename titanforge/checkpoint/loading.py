@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titanforge.checkpoint import dcp_format, json_state, safetensors_format
+from titanforge.checkpoint import dcp_format, huggingface, json_state, safetensors_format
 from titanforge.checkpoint.layout import (
     STATE,
     CheckpointError,
@@ -187,13 +187,30 @@ def _compare(folder: Path, live: dict[str, Tensor], stored: dict[str, Any], part
 
 def read_foreign_weights(path: Path, model: dict[str, Any], group: ProcessGroup) -> None:
     """Fill the model's tensors from a safetensors file or folder; every rank fails if one does."""
+    tensors = _named(model)
+    tied = on_main(group, lambda: safetensors_format.find_aliases(tensors))
+    _together(lambda: safetensors_format.read_weights(path, tensors, tied), group)
+
+
+def read_huggingface_weights(
+    path: Path, model: dict[str, Any], form: huggingface.Form, group: ProcessGroup
+) -> None:
+    """Fill the model's tensors from the folder of a Hugging Face model; every rank fails if one does."""
+    show = dist.get_rank(group) == 0
+    _together(lambda: huggingface.read_huggingface(path, _named(model), form, show), group)
+
+
+def _named(model: dict[str, Any]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     json_state.split(model, "", tensors)
-    tensors = {name.removeprefix("."): tensor for name, tensor in tensors.items()}
-    tied = on_main(group, lambda: safetensors_format.find_aliases(tensors))
+    return {name.removeprefix("."): tensor for name, tensor in tensors.items()}
+
+
+def _together(read: Callable[[], None], group: ProcessGroup) -> None:
+    """Run ``read`` on every rank; all raise what the first failing one found."""
     message: str | None = None
     try:
-        safetensors_format.read_weights(path, tensors, tied)
+        read()
     except Exception as error:
         message = str(error)
     messages: list[str | None] = [None] * dist.get_world_size(group)

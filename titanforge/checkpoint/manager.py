@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titanforge.checkpoint import json_state, layout, loading, safetensors_format
+from titanforge.checkpoint import huggingface, json_state, layout, loading, safetensors_format
 from titanforge.checkpoint.dcp_format import MarkedWriter, explain
 from titanforge.checkpoint.layout import CheckpointError
 from titanforge.checkpoint.loading import RANK_PARTS, TENSOR_PARTS, on_main
@@ -36,8 +36,10 @@ class CheckpointSettings(Protocol):
     interval: int
     initial_load_path: str | None
     initial_load_model_only: bool
+    initial_load_in_hf: bool
     last_save_model_only: bool
     export_dtype: Any
+    last_save_in_hf: bool
     async_mode: Any
     keep_latest_k: int
     load_step: int
@@ -63,6 +65,10 @@ class CheckpointManager:
     tensors (in model and optimizer, DTensors too) are stored by torch.distributed.checkpoint, and whose
     other values go to JSON. ``rng`` is each rank's own. Everything else must be equal on all ranks.
 
+    Args:
+        form: how the model is stored by Hugging Face's tools, for `initial_load_in_hf` and `last_save_in_hf`.
+        hf_assets_path: `model.hf_assets_path`.
+
     Attributes:
         loaded_from: what ``load`` read, None if nothing.
         skipped: (folder name, reason) of each newer checkpoint that ``load`` could not use.
@@ -72,7 +78,14 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, settings: CheckpointSettings, dump_folder: Path | str, *, config_toml: str, runtime: Processes
+        self,
+        settings: CheckpointSettings,
+        dump_folder: Path | str,
+        *,
+        config_toml: str,
+        runtime: Processes,
+        form: huggingface.Form | None = None,
+        hf_assets_path: str = "",
     ) -> None:
         unknown = set(settings.exclude_from_loading) - set(_PARTS)
         if unknown:
@@ -90,6 +103,7 @@ class CheckpointManager:
         self.loaded_from: Path | None = None
         self.skipped: list[tuple[str, str]] = []
         self._config_toml = config_toml
+        self._form, self._assets = form, Path(hf_assets_path) if hf_assets_path else None
         self._runtime = runtime
         self._group = runtime.checkpoint_group
         self._saved_step = -1
@@ -216,6 +230,9 @@ class CheckpointManager:
         json_state.split(state["model"], "", tensors)
         tensors = {name.removeprefix("."): tensor for name, tensor in tensors.items()}
         aliases = on_main(self._group, lambda: safetensors_format.find_aliases(tensors))
+        form = self._form if self.settings.last_save_in_hf else None
+        if form is not None:
+            tensors, aliases = {name: tensors[name] for name in form.sources()}, {}
         final = layout.export_folder(self.folder, step)
         written = layout.temporary(final)
         on_main(self._group, lambda: _make_empty(written))
@@ -229,12 +246,12 @@ class CheckpointManager:
             for name in members:
                 whole = exporter.gather(tensors[name])  # on every rank, also after a failed write
                 if self._runtime.rank == 0:
-                    batch[name] = whole
+                    batch |= huggingface.to_huggingface(name, whole, form) if form else {name: whole}
             if self._runtime.rank == 0 and failure is None:
                 try:
                     new = exporter.write(written, index, len(plan), batch, aliases)
                     files.update(new)
-                    names.update((file, members) for file in new)
+                    names.update((file, list(batch)) for file in new)
                 except Exception as error:
                     failure = error
 
@@ -243,6 +260,8 @@ class CheckpointManager:
                 raise CheckpointError(f"exporting step {step} to {written} failed ({failure}).")
             if len(plan) > 1:
                 safetensors_format.write_index(written, names)
+            if form is not None:
+                huggingface.write_extras(written, form, exporter.dtype, self._assets)
             layout.write_synced(written / layout.CONFIG, self._config_toml)
             extra = [p for p in written.iterdir() if p.name not in files]
             files.update((path.name, layout.fingerprint(path)) for path in extra)
@@ -278,14 +297,22 @@ class CheckpointManager:
             for line in on_main(self._group, lambda: layout.tidy(self.folder)):
                 logger.warning("%s: %s", self.folder, line)
         source, self.skipped = loading.newest_usable(self.folder, settings.load_step, self._group)
-        if source is None and settings.initial_load_path is None:
+        initial = settings.initial_load_path
+        if source is None and settings.initial_load_in_hf:
+            folder = Path(initial) if initial else self._assets
+            assert folder is not None and self._form is not None, "checked with the configuration"
+            live = state() if callable(state) else state
+            loading.read_huggingface_weights(folder, live["model"], self._form, self._group)
+            self.loaded_from = folder
+            return {"model": live["model"]}
+        if source is None and initial is None:
             return None
         live = state() if callable(state) else state
         excluded = set(settings.exclude_from_loading)
         parts = (set(live) - excluded) if excluded else None
         if source is None:
-            assert settings.initial_load_path is not None
-            return self._load_initial(Path(settings.initial_load_path), live, parts)
+            assert initial is not None
+            return self._load_initial(Path(initial), live, parts)
         loaded = loading.read_checkpoint(source, live, parts, self._runtime.rank, self._group)
         self.loaded_from = source
         return loaded

@@ -84,7 +84,8 @@ class Exporter:
     ) -> dict[str, dict]:
         """Write file ``index`` of ``count``; returns its fingerprint by name."""
         name = "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-        save_file(tensors, folder / name, {"format": "pt", _ALIASES: json.dumps(dict(aliases))})
+        metadata = {_ALIASES: json.dumps(dict(aliases))} if aliases else {}
+        save_file(tensors, folder / name, {"format": "pt", **metadata})
         return {name: fingerprint(folder / name)}
 
 
@@ -127,7 +128,8 @@ def read_weights(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, s
     if missing or unexpected:
         raise ValueError(
             f"{path} does not fit this model. Missing: {_some(missing)}. Not of this model: "
-            f"{_some(unexpected)}. Names must be titanforge's own; see [model] for the sizes."
+            f"{_some(unexpected)}. Names must be titanforge's own (of a Hugging Face model: set "
+            "checkpoint.initial_load_in_hf = true); see [model] for the sizes."
         )
     for file in sorted(set(sources.values())):
         with safe_open(file, framework="pt") as opened:

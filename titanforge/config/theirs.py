@@ -29,7 +29,7 @@ _FAULT_TOLERANCE = (
     "nothing restarts replicas one by one; use checkpoint.interval and `torchrun --max-restarts`"
 )
 _HUGGING_FACE = (
-    "Hugging Face weights are not read or written by checkpoint.*; initial_load_path takes our checkpoints"
+    "quantized weights are not read; checkpoint.initial_load_in_hf reads float32, bfloat16 and float16"
 )
 _BUDGET = (
     "activation memory budgets are not available; use activation_checkpoint.mode = none, selective or full"
@@ -70,9 +70,7 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     "parallelism.expert_tensor_parallel_degree": ForeignKey(_EXPERTS, (1,)),
     "parallelism.expert_parallel_comm_backend": ForeignKey(_EXPERTS),
     "checkpoint.enable_ft_dataloader_checkpoints": ForeignKey(_FAULT_TOLERANCE),
-    "checkpoint.initial_load_in_hf": ForeignKey(_HUGGING_FACE, (False,)),
     "checkpoint.initial_load_in_hf_quantized": ForeignKey(_HUGGING_FACE, (False,)),
-    "checkpoint.last_save_in_hf": ForeignKey(_HUGGING_FACE, (False,)),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ForeignKey(
         _SAC_SHAPES, ([], ["moe.router.gate"])
     ),

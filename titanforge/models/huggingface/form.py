@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -50,12 +50,12 @@ class HuggingFaceForm(ABC):
         compared: attributes of the arguments that decide whether two models are the same.
     """
 
-    family: ClassVar[str]
-    model_type: ClassVar[str]
-    architecture: ClassVar[str]
-    prefix: ClassVar[str]
-    ignored: ClassVar[tuple[str, ...]] = ()
-    compared: ClassVar[tuple[str, ...]]
+    family: str
+    model_type: str
+    architecture: str
+    prefix: str
+    ignored: tuple[str, ...] = ()
+    compared: tuple[str, ...]
 
     def __init__(self, args: Any) -> None:
         self.args = args

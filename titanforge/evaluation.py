@@ -53,8 +53,7 @@ class Validator:
             model.eval()
             try:
                 for batch in self.loader:
-                    _, (signalled,) = trainer.runtime.agree(sums=[], maxima=[trainer.stop_signal.received])
-                    if signalled:
+                    if self._told_to_stop():
                         return
                     batch = batch.to(device)
                     loss_sum = model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
@@ -71,12 +70,19 @@ class Validator:
             for prompt, text in samples:
                 trainer.metrics.log_sample(trainer.step, prompt, text)
 
+    def _told_to_stop(self) -> bool:
+        """Whether any rank was signalled: the same answer on all ranks, which all ask."""
+        _, (signalled,) = self.trainer.runtime.agree(maxima=[self.trainer.stop_signal.received])
+        return bool(signalled)
+
     def _samples(self) -> list[tuple[str, str]]:
         """Continue each prompt. All ranks take part (a sharded model needs them) and draw the same tokens."""
         trainer, validation = self.trainer, self.trainer.config.validation
         generator = torch.Generator(device=trainer.device).manual_seed(trainer.seed + trainer.step)
         samples = []
         for prompt in validation.sample_prompts:
+            if self._told_to_stop():
+                break
             # No beginning-of-text token: packed documents have none, so the model never saw it.
             tokens = trainer.tokenizer.encode(prompt)
             output = generate(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from titanforge.checkpoint import CheckpointManager
 from titanforge.config import JobConfig, to_flat_dict, to_toml
@@ -86,9 +87,7 @@ class Trainer:
         self.tokenizer = build_tokenizer(config.data.tokenizer, config.model.hf_assets_path)
         self.micro_batches, self.loader = self._build_loader()
         self.model, self.model_args = self._build_model()
-        self.optimizer = build_optimizer(
-            self.model, config.optimizer, config.training.dtype, seed=self.seed
-        )
+        self.optimizer = build_optimizer(self.model, config.optimizer, config.training.dtype, seed=self.seed)
         self.ledger = CommLedger()
         self.sync = self._owned(build_sync_policy(config.sync.policy, config.sync.bucket_mib))
         self.sync.attach(self.model, self.dims.get_group("dp_replicate"), self.ledger)
@@ -271,6 +270,7 @@ class Trainer:
             tokens_seen=self.tokens_seen,
             ledger=self.ledger,
             **(self.model.metrics() if self.metrics.due(self.step) else {}),
+            **({"skipped_steps": self._nonfinite_steps} if config.training.nonfinite_loss == "skip" else {}),
         )
         if self.metrics.due(self.step):
             self._stop_if_nonfinite()

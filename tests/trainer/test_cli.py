@@ -43,7 +43,7 @@ def test_a_wrong_key_under_torchrun_is_one_line_of_one_rank(tmp_path, corpus):
     assert "exitcode  : 2" in ended.stderr, "torchrun names the rank's own code"
     (line,) = [line for line in ended.stderr.splitlines() if "training.step" in line]
     assert line.startswith("error: ") and "training.steps" in line
-    assert "train.py" not in [frame.split("/")[-1] for frame in ended.stderr.split('"')[1::2]], "no traceback"
+    assert 'train.py", line' not in ended.stderr, "no traceback of ours"
 
 
 def test_a_mistake_found_while_building_under_torchrun_is_told_once(tmp_path, corpus):
@@ -73,6 +73,7 @@ MISTAKES = {
     "optimizer.name": {"optimizer__name": "adamx"},
     "optimizer.param_groups": {"optimizer__param_groups": [{"pattern": "no such weight"}]},
     "validation.dataset_path": {"validation__enable": True, "validation__dataset": "text"},
+    "validation.sample_prompts": {"validation__enable": True, "validation__sample_prompts": [""]},
     "training.steps": {"training__steps": "many"},
 }  # fmt: skip
 

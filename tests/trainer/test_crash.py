@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a save, and a newest checkpoint that is damaged: training goes on from the good one."""
+"""kill -9 in the middle of a save, and a damaged newest checkpoint: training goes on from the good one."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ BROKEN_LINE = 24
 
 
 def _corpus_with_a_broken_line(path: Path) -> Path:
-    """With two streams and no shuffling, even lines are the second rank's. So many that none is read ahead."""
+    """With two streams and no shuffling, even lines are the second rank's; too many to read at the start."""
     text = "some words in a document that fills a good part of a sequence of sixty-four tokens"
     records = [json.dumps({"text": text})] * 600
     records[BROKEN_LINE - 1] = '{"text": "torn in the mid'
@@ -45,7 +45,7 @@ def test_a_broken_record_under_torchrun(tmp_path):
     where = f"{corpus}, line {BROKEN_LINE}: not a JSON object"
     assert f"error: rank 1 cannot read the data: {where}" in ended.stderr  # its own log
     assert f"error: rank 1 failed while loading data: DataError: {where}" in ended.stderr  # the first rank's
-    assert "Traceback" not in ended.stderr.split("torch/distributed")[0]
+    assert 'train.py", line' not in ended.stderr, "no traceback of ours"
     # torchrun's own time to start and to end is in here; the collective timeout is 100 s and more.
     assert time.monotonic() - begin < 90
     # Everything before the broken record was trained on, and its step was not begun by any rank.

@@ -115,6 +115,7 @@ def test_nan_on_one_rank(tmp_path):
         assert int(seen[-1]["step"]) == 5, "optimizer steps applied"
         logged = lines(tmp_path / name)
         assert [line["step"] for line in logged if line["grad_norm"] is None] == [BAD_STEP], name
+        assert [line["skipped_steps"] for line in logged] == [0, 0, 1, 1, 1, 1], name
         assert [line["step"] for line in logged if line["loss"] is None] == [BAD_STEP] * (where == "loss"), (
             name
         )

@@ -1,4 +1,4 @@
-"""Switches that change how a step is computed, not what: recomputation, compilation, determinism, mixed precision."""
+"""Switches that change how a step is computed, not what: recomputation, compilation, determinism."""
 
 from __future__ import annotations
 

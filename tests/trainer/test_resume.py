@@ -66,7 +66,7 @@ def test_six_steps_are_two_and_two_and_two(tmp_path, layout):
 
 
 def _assert_complete(folder: Path) -> None:
-    """That what is compared moves at all: weights, states, schedule; and the data went past an epoch's end."""
+    """That what is compared moves at all: states, schedule, and the data past the end of an epoch."""
     peak = 1e-4 if "lion" in str(folder) else 8e-4
     wanted = [peak * lr_factor(step, 2, 6, 0.8, "linear", 0.0) for step in range(6)]
     assert column(folder, "lr") == pytest.approx(wanted, rel=1e-6)

@@ -53,11 +53,11 @@ def _assert_saved_at_the_boundary(run: LiveRun, name: str) -> None:
     assert saved_steps(run.folder)[-1] == step
     assert f"stopped: {name} after step {step}; run the same command again to resume." in run.errors
     assert run.errors.count("stopped:") == 1, "one rank speaks"
-    assert "Traceback" not in run.errors.split("torch/distributed")[0]
+    assert 'train.py", line' not in run.errors, "no traceback of ours"
     assert not run.saving()
 
 
-def test_a_process_interrupted_four_times_is_the_process_left_alone(tmp_path):
+def test_a_process_interrupted_three_times_is_the_process_left_alone(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", documents=400)
     folder = tmp_path / "run"
     big = {"model__dim": 128, "model__n_layers": 6}  # so that a save takes a while
@@ -67,19 +67,6 @@ def test_a_process_interrupted_four_times_is_the_process_left_alone(tmp_path):
             _interrupt_in_a_step(run, 0, number)
             assert run.end() == 75, run.errors
             _assert_saved_at_the_boundary(run, number.name)
-
-    evaluated = {
-        "validation__enable": True,
-        "validation__freq": 5,
-        "validation__steps": -1,
-        "validation__local_batch_size": 1,
-        "validation__dataset": "jsonl",
-        "validation__dataset_path": write_corpus(tmp_path / "long.jsonl", documents=8000),
-    }
-    with LiveRun(folder, _run(folder, corpus, **big, **evaluated), ranks=0) as run:
-        _interrupt_in_validation(run, 0, freq=5)
-        assert run.end() == 75, run.errors
-        _assert_saved_at_the_boundary(run, "SIGTERM")
 
     with LiveRun(folder, _run(folder, corpus, checkpoint__interval=5, **big), ranks=0) as run:
         _interrupt_in_a_save(run, 0)
@@ -101,9 +88,22 @@ def test_signals_to_one_rank_and_to_torchrun_stop_all_ranks_at_one_step(tmp_path
         assert "exitcode  : 75" in run.errors
         _assert_saved_at_the_boundary(run, "SIGTERM")
 
+    evaluated = {
+        "validation__enable": True,
+        "validation__freq": 5,
+        "validation__steps": -1,
+        "validation__local_batch_size": 1,
+        "validation__dataset": "jsonl",
+        "validation__dataset_path": write_corpus(tmp_path / "long.jsonl", documents=8000),
+    }
+    with LiveRun(folder, _run(folder, corpus, **big, **evaluated), ranks=2) as run:
+        _interrupt_in_validation(run, 1, freq=5)
+        assert run.end() == 1, run.errors
+        _assert_saved_at_the_boundary(run, "SIGTERM")
+
     with LiveRun(folder, _run(folder, corpus, checkpoint__interval=5, **big), ranks=2) as run:
         _interrupt_in_a_save(run, None)
-        assert run.end() != 0, run.errors
+        assert run.end() == 1, run.errors
         _assert_saved_at_the_boundary(run, "SIGTERM")
 
     _assert_like_a_run_left_alone(tmp_path, folder, corpus, processes=2, **big)

@@ -289,6 +289,10 @@ def _check_validation(config: JobConfig) -> None:
     validation = config.validation
     if not validation.enable:
         return
+    if "" in validation.sample_prompts:
+        raise refusal(
+            config, "validation.sample_prompts", "an empty prompt gives nothing to continue: leave it out"
+        )
     if validation.dataset is not None:
         _check_dataset(
             validation.dataset, validation.dataset_path, "validation.dataset", "validation.dataset_path"

@@ -33,7 +33,7 @@ from titanforge.optim.states import (
 
 
 @dataclass
-class _Entry:
+class Entry:
     """One parameter with its states; `master` is the fp32 weight behind a bfloat16 one."""
 
     name: str
@@ -62,12 +62,12 @@ class _Entry:
 
 
 @dataclass
-class _Family:
+class Family:
     """The groups of one rule, whose weights are updated together."""
 
     rule: UpdateRule
     groups: list[ParamGroupSpec]
-    entries: list[_Entry]
+    entries: list[Entry]
 
 
 class RuleOptimizer:
@@ -106,7 +106,7 @@ class RuleOptimizer:
         self._fp8 = Fp8Scales([entry.states for entry in self._all_entries()])
 
     @staticmethod
-    def _new_family(groups: Sequence[ParamGroupSpec], recipe: Recipe) -> _Family:
+    def _new_family(groups: Sequence[ParamGroupSpec], recipe: Recipe) -> Family:
         rule, entries = groups[0].rule, []
         for row, group in enumerate(groups):
             for name, param in zip(group.names, group.params):
@@ -117,8 +117,8 @@ class RuleOptimizer:
                 ]
                 master = param.detach().float() if recipe.needs_master(param) else None
                 codec = recipe.weight_codec_for(rule, param)
-                entries.append(_Entry(name, param, states, master, codec, tensor_id(name), row))
-        return _Family(rule, list(groups), entries)
+                entries.append(Entry(name, param, states, master, codec, tensor_id(name), row))
+        return Family(rule, list(groups), entries)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -186,19 +186,28 @@ class RuleOptimizer:
         self._table.select(flag, None if grad_scale is None else grad_scale.to(self._device))
         self._rng[1] = self._table.count
         tables = self._table.tables()
-        if not self._fp8.calibrated and (flag is None or bool(flag)):
-            for family, hyper in zip(self._families, tables):
-                if isinstance(family.rule, LocalStateRule) and (items := _items(family)):
-                    update_elementwise(family.rule, items, hyper, self._rng, self._nonfinite, observe=True)
-            self._fp8.calibrate()
+        self._calibrate(tables, flag)
         for family, hyper in zip(self._families, tables):
             self._update_family(family, hyper)
         self._fp8.advance(tables[0][0, 0])
         self._table.advance(flag)
 
-    def _update_family(self, family: _Family, hyper: Tensor) -> None:
+    def _calibrate(self, tables: Sequence[Tensor], flag: Tensor | None) -> None:
+        """Before the first applied step: choose the scales of fp8 states from what the step would store."""
+        if self._fp8.calibrated or (flag is not None and not bool(flag)):
+            return
+        for family, hyper in zip(self._families, tables):
+            if isinstance(family.rule, LocalStateRule) and (items := self._items(family)):
+                update_elementwise(family.rule, items, hyper, self._rng, self._nonfinite, observe=True)
+        self._fp8.calibrate()
+
+    def _items(self, family: Family) -> list[LocalWeight]:
+        """What a step goes over; empty shards left out."""
+        return [item for entry in family.entries if (item := entry.item()).weight.numel() > 0]
+
+    def _update_family(self, family: Family, hyper: Tensor) -> None:
         rule = family.rule
-        items = _items(family)
+        items = self._items(family)
         if not items:
             return
         if isinstance(rule, LocalStateRule):
@@ -219,7 +228,7 @@ class RuleOptimizer:
             if entry.master is not None:
                 local_tensor(entry.master).copy_(local_tensor(entry.param))
 
-    def _all_entries(self) -> list[_Entry]:
+    def _all_entries(self) -> list[Entry]:
         return [entry for family in self._families for entry in family.entries]
 
     def state_dict(self) -> dict[str, Any]:
@@ -262,7 +271,3 @@ def _by_rule(groups: Sequence[ParamGroupSpec]) -> list[list[ParamGroupSpec]]:
     for group in groups:
         families.setdefault(id(group.rule), []).append(group)
     return list(families.values())
-
-
-def _items(family: _Family) -> list[LocalWeight]:
-    return [item for entry in family.entries if (item := entry.item()).weight.numel() > 0]

@@ -160,10 +160,14 @@ class OutputHead(nn.Linear):
     from outside would find a shard.
     """
 
+    owns_loss = True
+    """For whoever replaces the loss: `forward(hidden, labels)` is the summed cross-entropy."""
+
     def __init__(self, dim: int, vocab_size: int, chunk_logits: int = CHUNK_LOGITS) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.chunk_logits = chunk_logits
         self._logits_gradient: LogitsGradient = loss_and_logits_gradient
+        self.compile_options: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def forward(self, input: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., D]; with ``labels`` [...] the float32 sum of the losses."""
@@ -183,6 +187,7 @@ class OutputHead(nn.Linear):
         That is where the time goes that compiling can save. The loop over chunks stays outside: traced, it
         would be unrolled, and compiling would take longer the more tokens there are.
         """
+        self.compile_options = (args, kwargs)
         self._logits_gradient = torch.compile(loss_and_logits_gradient, *args, **kwargs)
 
     @property

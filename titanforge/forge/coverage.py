@@ -1,0 +1,114 @@
+"""Which parameters of a model can be consumed where their gradient is made, and why each other one cannot."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titanforge.forge.plan import Kind, Placement
+from titanforge.forge.probe import Readers
+from titanforge.optim.param_groups import clean_name
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Covered:
+    """One trainable parameter: the module that owns it, under which attribute, and what can be done with it."""
+
+    name: str
+    param: nn.Parameter
+    module: nn.Module
+    attribute: str
+    placement: Placement
+
+
+def cover(model: nn.Module, readers: Readers) -> dict[str, Covered]:
+    """Every trainable parameter by name, wrapper names removed; a tied one once, by its first name."""
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = defaultdict(list)
+    for module_name, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                name = f"{module_name}.{attribute}" if module_name else attribute
+                owners[id(param)].append((clean_name(name), module, attribute))
+    covered = {}
+    for raw_name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        _, module, attribute = owners[id(param)][0]
+        kind, excluded = _kind_of(module, attribute, param)
+        excluded = _shared(owners[id(param)]) or _reads(readers, module, param) or excluded
+        placement = Placement(kind, tuple(param.shape), excluded or _unsupported(param))
+        name = clean_name(raw_name)
+        covered[name] = Covered(name, param, module, attribute, placement)
+    return covered
+
+
+def frozen_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Parameters that nothing updates."""
+    return {clean_name(name): param for name, param in model.named_parameters() if not param.requires_grad}
+
+
+def is_loss_head(module: nn.Module) -> bool:
+    """Whether a linear also owns the loss: its class says `owns_loss = True`, and its
+    `forward(hidden, labels)` is the sum of the cross-entropies of tokens whose label is not -100.
+    """
+    return isinstance(module, nn.Linear) and bool(getattr(module, "owns_loss", False))
+
+
+def _kind_of(module: nn.Module, attribute: str, param: nn.Parameter) -> tuple[Kind, str]:
+    """What the parameter is, and why it cannot be fused as far as its module says."""
+    name = type(module).__name__
+    leaf = next(module.children(), None) is None
+    if param.dim() == 1 and leaf:
+        return "vector", ""
+    if "forward" in vars(module):
+        return "other", f"the forward of this {name} was replaced"
+    if attribute == "weight" and is_loss_head(module):
+        return "head", ""
+    if attribute == "weight" and isinstance(module, nn.Linear):
+        if type(module).forward is not nn.Linear.forward:
+            return "other", f"{name} has a forward of its own"
+        return "linear", ""
+    if attribute == "weight" and isinstance(module, nn.Embedding):
+        if type(module).forward is not nn.Embedding.forward:
+            return "other", f"{name} has a forward of its own"
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option):
+                return "other", f"an embedding with {option}"
+        return "embedding", ""
+    return "other", f"a plain parameter of {name}, which is no linear, embedding or norm"
+
+
+def _shared(owners: list[tuple[str, nn.Module, str]]) -> str:
+    if len(owners) == 1:
+        return ""
+    return f"tied: {' and '.join(name for name, _, _ in owners[:3])} are one tensor"
+
+
+def _reads(readers: Readers, module: nn.Module, param: nn.Parameter) -> str:
+    calls, edges = readers.calls[id(module)], readers.edges[id(param)]
+    if calls == 0:
+        return "bypassed: read without calling its module" if edges else "not used in the probe forward"
+    if calls > 1:
+        return f"its module is called {calls} times in a forward"
+    if edges == 0:
+        return "no gradient reached it in the probe forward"
+    if edges > 1:
+        return f"read {edges} times in a forward"
+    return ""
+
+
+def _unsupported(param: nn.Parameter) -> str:
+    if isinstance(param, DTensor):
+        return "distributed over ranks"
+    if param.dtype not in _DTYPES:
+        return f"{str(param.dtype).removeprefix('torch.')} weights have no kernel"
+    if not param.is_contiguous():
+        return "not contiguous in memory"
+    return ""

@@ -1,0 +1,339 @@
+"""The fused optimizer: the interface and checkpoints of `RuleOptimizer`, with updates inside of backward.
+
+optimizer = attach(model, groups, recipe, probe=lambda: model(tokens, labels=labels))
+for each step:
+    optimizer.set_lr(factor)
+    optimizer.begin_step(micro_batches)
+    for index in range(micro_batches):
+        loss = ...
+        optimizer.before_backward(index, torch.isfinite(loss))
+        loss.backward()                 # fused weights change here
+    optimizer.step()                    # what is left: weights with a `.grad`, and U of regime 2
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanforge.forge.clip import LaggedClip
+from titanforge.forge.coverage import Covered, cover
+from titanforge.forge.head import HeadSink
+from titanforge.forge.modules import fuse_module, restore_module
+from titanforge.forge.ops import register_sink
+from titanforge.forge.plan import ParamPlan, Schedule, plan
+from titanforge.forge.probe import probe_readers
+from titanforge.forge.report import PlanLine, plan_report
+from titanforge.forge.sinks import Clock, Hyper, Sink
+from titanforge.optim.engine import Entry, Family, RuleOptimizer
+from titanforge.optim.local_update import LocalWeight, update_state_global
+from titanforge.optim.param_groups import ParamGroupSpec
+from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
+from titanforge.optim.states import Recipe, StoredState
+
+Planner = Callable[[UpdateRule, Any, Mapping[str, int], Schedule], ParamPlan]
+
+
+class ForgeOptimizer(RuleOptimizer):
+    """Use `attach`. Weights whose plan says so are updated during backward; the others from `.grad` in `step`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParamGroupSpec],
+        recipe: Recipe,
+        covered: Mapping[str, Covered],
+        *,
+        micro_batches: int = 1,
+        tokens: int = 0,
+        accumulation: str = "auto",
+        max_norm: float = 0.0,
+        undo: bool = False,
+        seed: int = 0,
+        planner: Planner = plan,
+    ) -> None:
+        super().__init__(groups, recipe, seed=seed)
+        self._model = model
+        self._micro_batches = micro_batches
+        self._clip = LaggedClip(max_norm, self._device)
+        self._clock = Clock(self._rng, self._nonfinite)
+        self._clock.micro_batches = micro_batches
+        self._flag = torch.ones((), device=self._device)
+        self._norm: Tensor | None = None
+        self._finished = True
+        self._plans: dict[str, ParamPlan] = {}
+        for entry, family in self._entries_with_family():
+            schedule = Schedule(
+                micro_batches, tokens, accumulation, _keeps_sums(entry.states), max_norm > 0, undo
+            )
+            self._plans[entry.name] = planner(family.rule, covered[entry.name].placement, {}, schedule)
+        self._hyper = [
+            _hyper_of(family.rule, table) for family, table in zip(self._families, self._table.tables())
+        ]
+        self._sinks: dict[str, Sink] = {}
+        self._modules: list[nn.Module] = []
+        self._fuse(covered)
+
+    # ---------------------------------------------------------------- building
+
+    def _entries_with_family(self) -> list[tuple[Entry, Family]]:
+        return [(entry, family) for family in self._families for entry in family.entries]
+
+    def _fuse(self, covered: Mapping[str, Covered]) -> None:
+        handles: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for family, hyper in zip(self._families, self._hyper):
+            for entry in family.entries:
+                param_plan, owner = self._plans[entry.name], covered[entry.name]
+                if not param_plan.fused:
+                    continue
+                sink_class = HeadSink if owner.placement.kind == "head" else Sink
+                sink = sink_class(
+                    entry.name, family.rule, owner.placement, param_plan, entry.item, hyper, entry.hyper_row,
+                    self._clock, getattr(owner.module, "padding_idx", None),
+                )  # fmt: skip
+                self._sinks[entry.name] = sink
+                handles[id(owner.module)][owner.attribute] = register_sink(sink)
+                if isinstance(sink, HeadSink):
+                    sink.compile_like(owner.module)
+        for owners in _by_module(covered.values()):
+            own = handles.get(id(owners[0].module))
+            if own:
+                kinds = {o.attribute: o.placement.kind for o in owners if o.attribute in own}
+                fuse_module(owners[0].module, kinds, own)
+                self._modules.append(owners[0].module)
+
+    def detach(self) -> None:
+        """Give the model its ordinary forwards back. The optimizer itself is then of use for its states alone."""
+        for module in self._modules:
+            restore_module(module)
+        self._modules.clear()
+        self._sinks.clear()
+
+    @property
+    def plan(self) -> list[PlanLine]:
+        """What happens to each trainable weight."""
+        return [
+            PlanLine(entry.name, tuple(entry.param.shape), entry.param.dtype, self._plans[entry.name])
+            for entry, _ in self._entries_with_family()
+        ]
+
+    def report(self) -> str:
+        """The plan, grouped, for printing at start-up."""
+        return plan_report(self.plan, self._model)
+
+    # ---------------------------------------------------------------- a step
+
+    def begin_step(self, num_micro_batches: int) -> None:
+        """Host side of a step: upload what changed. Before each replay of a captured step too."""
+        if num_micro_batches != self._micro_batches:
+            raise ValueError(
+                f"planned for {self._micro_batches} micro-batches a step, not {num_micro_batches}: attach again"
+            )
+        self.prepare_step()
+        self._clock.index = -1
+        self._clock.running = False
+        for sink in self._sinks.values():
+            sink.forget()
+
+    @torch.no_grad()
+    def before_backward(self, micro_batch_index: int, apply_flag: Tensor | None = None) -> None:
+        """Device side, before the backward of one micro-batch: fused weights change in it.
+
+        apply_flag: scalar on the device, 0 to leave all weights and states as they are (the loss is not finite).
+            It holds for the rest of the step.
+        Raises RuntimeError for a micro-batch out of turn.
+        """
+        clock = self._clock
+        if micro_batch_index != clock.index + 1:
+            raise RuntimeError(
+                f"micro-batch {micro_batch_index} follows {clock.index}: call begin_step, then before_backward with "
+                "0, 1, … in turn"
+            )
+        clock.index, clock.running = micro_batch_index, True
+        if micro_batch_index == 0:
+            self._flag.fill_(1.0)
+            self._rng[1] = self._table.count
+            self._norm = None
+            self._finished = False
+        if apply_flag is not None:
+            self._flag.mul_((apply_flag != 0).to(self._device, torch.float32))
+        self._table.select(self._flag, self._clip.factor())
+        for hyper, family in zip(self._hyper, self._families):
+            _fill(hyper, family.rule)
+        clock.observe = not self._fp8.calibrated and bool(self._flag)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor | None:
+        """Norm of the step's whole gradient, before any factor: fp32 scalar on the device, after the last backward.
+
+        Fused weights bring the sums of squares that their kernels left. None where micro-batches were added to
+        states one by one: the norm of their sum is then never seen.
+        """
+        if self._norm is None:
+            if any(sink.plan.join == "state" for sink in self._sinks.values()):
+                return None
+            self._finish_sinks()
+            parts = [part for sink in self._sinks.values() for part in sink.squared_norms]
+            squares = torch._foreach_norm(parts, 1) if parts else []  # pyright: ignore[reportPrivateImportUsage]
+            gradients = [
+                entry.param.grad
+                for entry, _ in self._entries_with_family()
+                if entry.name not in self._sinks and entry.param.grad is not None
+            ]
+            if gradients:
+                norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+                squares = [*squares, *(norm * norm for norm in norms)]
+            zero = torch.zeros((), device=self._device)
+            self._norm = torch.stack([zero, *squares]).sum().sqrt()
+        return self._norm
+
+    @torch.no_grad()
+    def step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
+        """What backward has left: see `apply_step`."""
+        self.apply_step(apply_flag, grad_scale)
+
+    @torch.no_grad()
+    def apply_step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
+        """The end of a step: weights that no micro-batch reached, U of regime 2, ordinary weights, step count.
+
+        apply_flag, grad_scale: for the ordinary weights alone, beside the flags of `before_backward` and the
+            lagged factor; fused weights have been updated by now.
+        Raises RuntimeError if a micro-batch is missing, or if a fused weight got a `.grad`.
+        """
+        clock = self._clock
+        if not clock.running or not clock.last:
+            raise RuntimeError(
+                f"{clock.index + 1} of {self._micro_batches} micro-batches went through before_backward in this step"
+            )
+        self._check_bypass()
+        if self._clip.max_norm > 0:
+            norm = self.gradient_norm()
+            assert norm is not None, "the plan joins no micro-batches in states if it needs their norm"
+        self._finish_sinks()
+        tables = self._table.tables()
+        for family, hyper in zip(self._families, tables):
+            self._update_deferred(family, hyper)
+        applied = self._flag.clone()
+        if len(self._sinks) < len(self._plans):
+            flag = applied if apply_flag is None else applied * (apply_flag != 0).to(self._device)
+            scale = self._clip.factor() if grad_scale is None else grad_scale.to(self._device)
+            self._table.select(flag, scale)
+            self._calibrate(tables, flag)
+            for family, hyper in zip(self._families, tables):
+                self._update_family(family, hyper)
+        self._fp8.calibrated |= clock.observe
+        self._fp8.advance(applied)
+        if self._norm is not None:
+            self._clip.update(self._norm, applied)
+        self._table.advance(applied)
+        clock.running = False
+
+    def _finish_sinks(self) -> None:
+        if not self._finished:
+            self._finished = True
+            for sink in self._sinks.values():
+                sink.finish()
+
+    def _items(self, family: Family) -> list[LocalWeight]:
+        return [
+            item
+            for entry in family.entries
+            if entry.name not in self._sinks and (item := entry.item()).weight.numel() > 0
+        ]
+
+    def _update_deferred(self, family: Family, hyper: Tensor) -> None:
+        if not isinstance(family.rule, StateGlobalRule):
+            return
+        deferred = [
+            entry.item()
+            for entry in family.entries
+            if entry.name in self._sinks and self._plans[entry.name].deferred
+        ]
+        for row in range(len(family.groups)):
+            update_state_global(family.rule, [item for item in deferred if item.hyper_row == row], hyper[row])
+
+    def _check_bypass(self) -> None:
+        for entry, _ in self._entries_with_family():
+            if entry.name in self._sinks and entry.param.grad is not None:
+                raise RuntimeError(
+                    f"the fused weight {entry.name!r} got a .grad: something reads it past its module, which the probe "
+                    "did not show. Its update of this step is not whole. Probe with what training runs, or set "
+                    "forge.enable = false"
+                )
+
+    # ---------------------------------------------------------------- what a checkpoint needs beside the states
+
+    @property
+    def held_norm(self) -> Tensor:
+        """The norm that lagged clipping holds: fp32 scalar. Save it, and copy it back on resume."""
+        return self._clip.held
+
+
+def attach(
+    model: nn.Module,
+    groups: Sequence[ParamGroupSpec],
+    recipe: Recipe | None = None,
+    *,
+    probe: Callable[[], Any],
+    **options: Any,
+) -> ForgeOptimizer:
+    """Fuse the optimizer into a model's backward.
+
+    model: has its memory and weights, and is in the mode and under the wrappers that it trains with. Any module:
+        linears, embeddings, norms, biases and a head that owns its loss are found, whatever holds them.
+    groups, recipe: as for `RuleOptimizer`.
+    probe: runs a forward pass, as training will, and returns what the loss depends on. Called once.
+    options: micro_batches (per step), tokens (per micro-batch; chooses how they are joined), accumulation
+        (`forge.accumulation`), max_norm (lagged clipping; 0: none), undo (a refused step must leave the states of
+        affine rules as they were, even after micro-batches), seed (of stochastic rounding).
+    Raises ValueError on more than one rank.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"forge.enable = true runs on one rank as yet, and {dist.get_world_size()} were started: start one, or "
+            "set forge.enable = false"
+        )
+    covered = cover(model, probe_readers(model, probe))
+    return ForgeOptimizer(model, groups, recipe or Recipe(), covered, **options)
+
+
+def _by_module(covered: Any) -> list[list[Covered]]:
+    grouped: dict[int, list[Covered]] = defaultdict(list)
+    for one in covered:
+        grouped[id(one.module)].append(one)
+    return list(grouped.values())
+
+
+def _keeps_sums(states: Sequence[StoredState]) -> bool:
+    return all(state.codec.name == "fp32" or state.codec.stochastic for state in states)
+
+
+def _hyper_of(rule: UpdateRule, table: Tensor) -> Hyper:
+    """Room for the vectors that micro-batches need, beside the rule's own."""
+    groups = table.shape[0]
+    first, later = (torch.zeros(groups, 6, device=table.device) for _ in range(2))
+    return Hyper(table, first, later, torch.zeros_like(table))
+
+
+def _fill(hyper: Hyper, rule: UpdateRule) -> None:
+    """`momentum_state`'s (apply, -, -, scale, decay, gain) from the vectors of a rule that folds into its state."""
+    if (
+        not isinstance(rule, LocalStateRule)
+        or "m" not in {slot.name for slot in rule.slots}
+        or not rule.a_affine
+    ):
+        return
+    if rule.kernel_name == "momentum_state":
+        hyper.first.copy_(hyper.table)
+    elif rule.kernel_name == "sgd_momentum":
+        hyper.first[:, :5].copy_(hyper.table)
+        hyper.first[:, 5] = 1.0
+        hyper.closing.copy_(hyper.table)
+        hyper.closing[:, 4] = 1.0
+    hyper.later.copy_(hyper.first)
+    hyper.later[:, 4] = 1.0

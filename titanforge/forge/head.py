@@ -1,0 +1,240 @@
+"""The last linear with its cross-entropy, a chunk of vocabulary rows at a time.
+
+Chunks of tokens, as the ordinary loss takes them, would leave each tile of the head's gradient partial to the
+end. A chunk of rows sees all tokens: its logits are formed again in backward from the log-sum-exp that forward
+has kept, its share of the hidden states' gradient is taken from the rows before their update, and its tiles are
+complete. Four matrix products instead of three; neither the gradient [V, D] nor all logits exist at any time.
+
+N tokens, D model width, V vocabulary, R rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanforge.forge.ops import sink_of
+from titanforge.forge.plan import Granule
+from titanforge.forge.sinks import Sink
+from titanforge.forge.sources import Product
+
+IGNORE_INDEX = -100
+CHUNK_LOGITS = 2**25
+"""Most logits held at once: 128 MiB in float32."""
+_ROWS = 256  # chunks are whole tiles of the update
+
+
+def rows_per_chunk(tokens: int, vocab_size: int) -> int:
+    """R for N tokens."""
+    return min(vocab_size, max(_ROWS, CHUNK_LOGITS // max(tokens, 1) // _ROWS * _ROWS))
+
+
+def _chunks(tokens: int, vocab_size: int) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of each chunk."""
+    rows = rows_per_chunk(tokens, vocab_size)
+    for first in range(0, vocab_size, rows):
+        yield first, min(rows, vocab_size - first)
+
+
+def logits_gradient(logits_NR: Tensor, lse_N1: Tensor, column_N1: Tensor, scale_N1: Tensor) -> Tensor:
+    """Gradient of `scale · loss` by a chunk's logits, in their dtype.
+
+    column: the label's column in this chunk; outside of 0 … R-1 it is in another. scale: 0 for a token that is not
+    counted. The label's own `p - 1` is formed by expm1, so that a confident token keeps its gradient.
+    """
+    log_p_NR = logits_NR.float() - lse_N1
+    inside_N1 = (column_N1 >= 0) & (column_N1 < logits_NR.shape[1])
+    column_N1 = column_N1.clamp(0, logits_NR.shape[1] - 1)
+    log_p_N1 = log_p_NR.gather(1, column_N1)
+    p_NR = log_p_NR.exp()
+    own_N1 = torch.where(inside_N1, torch.expm1(log_p_N1), log_p_N1.exp())
+    gradient_NR = p_NR.scatter(1, column_N1, own_N1) * scale_N1
+    return torch.where(scale_N1 == 0, 0.0, gradient_NR).to(logits_NR.dtype)
+
+
+@torch.library.custom_op("titanforge::forge_head_loss", mutates_args=())
+def head_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of the token losses, fp32 scalar; log-sum-exp of each token's logits, fp32 [N])."""
+    N, V = hidden_ND.shape[0], weight_VD.shape[0]
+    lse_N = torch.full((N,), -torch.inf, device=hidden_ND.device)
+    own_N = torch.zeros(N, device=hidden_ND.device)
+    for first, rows in _chunks(N, V):
+        logits_NR = F.linear(hidden_ND, weight_VD[first : first + rows].to(hidden_ND.dtype)).float()
+        lse_N = torch.logaddexp(lse_N, torch.logsumexp(logits_NR, dim=-1))
+        column_N = labels_N - first
+        inside_N = (column_N >= 0) & (column_N < rows)
+        picked_N = logits_NR.gather(1, column_N.clamp(0, rows - 1).unsqueeze(1)).squeeze(1)
+        own_N = torch.where(inside_N, picked_N, own_N)
+    loss = torch.where(labels_N == IGNORE_INDEX, 0.0, lse_N - own_N).sum()
+    return loss, lse_N
+
+
+@head_loss.register_fake
+def _(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    return hidden_ND.new_empty((), dtype=torch.float32), hidden_ND.new_empty(
+        hidden_ND.shape[0], dtype=torch.float32
+    )
+
+
+@torch.library.custom_op("titanforge::forge_head", mutates_args=("weight_VD",))
+def consume_head(
+    weight_VD: Tensor, hidden_ND: Tensor, labels_N: Tensor, lse_N: Tensor, grad_loss: Tensor, handle: Tensor
+) -> Tensor:
+    """The hidden states' gradient [N, D]; the weight's goes to its sink."""
+    sink = sink_of(handle)
+    assert isinstance(sink, HeadSink)
+    return sink.loss(weight_VD, _Tokens(hidden_ND, labels_N, lse_N, grad_loss))
+
+
+@consume_head.register_fake
+def _(
+    weight_VD: Tensor, hidden_ND: Tensor, labels_N: Tensor, lse_N: Tensor, grad_loss: Tensor, handle: Tensor
+) -> Tensor:
+    return torch.empty_like(hidden_ND)
+
+
+class _Tokens:
+    """What the loss of some tokens left for backward. scale [N, 1]: gradient of each token's loss."""
+
+    def __init__(self, hidden_ND: Tensor, labels_N: Tensor, lse_N: Tensor, grad_loss: Tensor) -> None:
+        self.hidden = hidden_ND
+        self.labels = labels_N.unsqueeze(1)
+        self.lse = lse_N.unsqueeze(1)
+        scale = grad_loss.float().reshape(1, 1).expand_as(self.lse)
+        self.scale = torch.where(self.labels == IGNORE_INDEX, 0.0, scale)
+
+    def copy(self) -> _Tokens:
+        twin = object.__new__(_Tokens)
+        twin.__dict__ = {name: tensor.clone() for name, tensor in vars(self).items()}
+        return twin
+
+    @staticmethod
+    def joined(parts: list[_Tokens]) -> _Tokens:
+        whole = object.__new__(_Tokens)
+        whole.__dict__ = {name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])}
+        return whole
+
+
+@dataclass(eq=False)
+class HeadSink(Sink):
+    """The sink of a linear that owns the loss. gradient: `logits_gradient`, or a compiled form of it."""
+
+    gradient: Callable[..., Tensor] = logits_gradient
+    _waiting: list[_Tokens] = field(default_factory=list)
+
+    def compile_like(self, head: nn.Module) -> None:
+        """Compile what lies between the products if the head itself was asked to."""
+        options = getattr(head, "compile_options", None)
+        if options is not None:
+            self.gradient = torch.compile(logits_gradient, *options[0], **options[1])
+
+    def product(self, dy: Tensor, x: Tensor) -> None:
+        if self.plan.join == "stash":
+            raise RuntimeError(
+                f"{self.name!r}: logits with a loss of one's own cannot be joined over micro-batches by a fused head: "
+                "hand the labels to the head, or set training.global_batch_size for one micro-batch"
+            )
+        super().product(dy, x)
+
+    def loss(self, weight_VD: Tensor, tokens: _Tokens) -> Tensor:
+        """One micro-batch: returns the gradient of its hidden states."""
+        self.begin()
+        if self.plan.join == "stash" and not self.clock.last:
+            self._waiting.append(tokens.copy())
+            return self._walk(weight_VD, tokens, tokens.hidden.shape[0], consume=False)
+        own = tokens.hidden.shape[0]
+        joined = _Tokens.joined([tokens, *self._waiting]) if self._waiting else tokens
+        self._waiting.clear()
+        return self._walk(weight_VD, joined, own, consume=True)
+
+    def _walk(self, weight_VD: Tensor, tokens: _Tokens, own: int, consume: bool) -> Tensor:
+        """Over the chunks of rows. own: the first tokens, whose hidden states get their gradient here."""
+        V, hidden = weight_VD.shape[0], tokens.hidden
+        grad_hidden = torch.zeros(own, hidden.shape[1], device=hidden.device)
+        whole = None
+        if consume and self.plan.granule is Granule.LAYER:
+            whole = torch.empty(weight_VD.shape, dtype=torch.float32, device=hidden.device)
+        chunks = list(_chunks(hidden.shape[0], V))
+        if consume:
+            self.keep_norms({first for first, _ in chunks})
+            if self.clock.observe and whole is None:
+                for first, rows in chunks:
+                    self.look(Product(self._logits(weight_VD, tokens, first, rows)[0], hidden), first, rows)
+        for first, rows in chunks:
+            gradient_NR, weight_RD = self._logits(weight_VD, tokens, first, rows)
+            _add_product(grad_hidden, gradient_NR[:own], weight_RD)
+            product = Product(gradient_NR, hidden)
+            if whole is not None:
+                whole[first : first + rows] = product.form(self.rows_of(first, rows))
+            elif consume and self.plan.join == "state":
+                self.add_to_state(product, first, rows)
+            elif consume:
+                self.consume(product, first, rows)
+        if whole is not None:
+            self.update_whole(whole)
+        return grad_hidden.to(hidden.dtype)
+
+    def _logits(self, weight_VD: Tensor, tokens: _Tokens, first: int, rows: int) -> tuple[Tensor, Tensor]:
+        """The gradient of a chunk's logits, and the chunk's rows as they are before their update."""
+        weight_RD = weight_VD[first : first + rows].to(tokens.hidden.dtype)
+        logits_NR = F.linear(tokens.hidden, weight_RD)
+        return self.gradient(logits_NR, tokens.lse, tokens.labels - first, tokens.scale), weight_RD
+
+    def finish(self) -> None:
+        if not self.done and self._waiting:
+            joined = _Tokens.joined(self._waiting)
+            self._waiting.clear()
+            item = self.item()
+            self._walk(item.weight if item.copy is None else item.copy, joined, 0, consume=True)
+        super().finish()
+
+    def forget(self) -> None:
+        super().forget()
+        self._waiting.clear()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a b` in fp32: on CUDA within the matrix product, before it is rounded."""
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+class FusedHeadLoss(torch.autograd.Function):
+    """Sum of the cross-entropies of `hidden Wᵀ`; see the module's text."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, handle: Tensor) -> Tensor:
+        loss, lse_N = head_loss(hidden_ND, weight_VD, labels_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, lse_N, handle)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, labels_N, lse_N, handle = ctx.saved_tensors
+        grad_hidden_ND = consume_head(weight_VD, hidden_ND, labels_N, lse_N, grad_outputs[0], handle)
+        return grad_hidden_ND, None, None, None
+
+
+def fused_head_loss(
+    hidden: Tensor, weight_VD: Tensor, labels: Tensor, handle: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Summed loss, fp32 scalar, of the tokens whose label is not -100. hidden: [..., D]; labels: [...]."""
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    if labels.numel() == 0:
+        raise ValueError("no tokens: the loss of an empty batch has no meaning")
+    with torch.autocast(device_type, enabled=False):
+        hidden_ND = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+        loss = FusedHeadLoss.apply(hidden_ND, weight_VD, labels.reshape(-1), handle)
+    assert isinstance(loss, Tensor)
+    return loss

@@ -1,0 +1,94 @@
+"""Putting fused forwards into a model: a module gets a subclass of its own class, so its names, hooks and state
+dicts stay what they are, and blocks of one kind share compiled code.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanforge.forge.embedding import FusedEmbedding
+from titanforge.forge.head import fused_head_loss
+from titanforge.forge.linear import fused_linear
+from titanforge.forge.plan import Kind
+from titanforge.forge.vector import Tap
+
+
+def fuse_module(module: nn.Module, kinds: dict[str, Kind], handles: dict[str, Tensor]) -> None:
+    """Let a module's parameters be consumed in backward.
+
+    kinds, handles: of its fused parameters, by attribute.
+    """
+    for attribute, handle in handles.items():
+        read = getattr(module, attribute)
+        # What the module computes in: a mixed-precision class reads its weights as their cast.
+        setattr(module, f"_forge_{attribute}", handle)
+        setattr(module, f"_forge_{attribute}_dtype", read.dtype)
+    vectors = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "vector"))
+    module.__class__ = _fused_class(type(module), kinds.get("weight"), vectors)
+
+
+def restore_module(module: nn.Module) -> None:
+    """Undo `fuse_module`."""
+    module.__class__ = type(module).__bases__[0]
+    for name in [name for name in vars(module) if name.startswith("_forge_")]:
+        delattr(module, name)
+
+
+@functools.cache
+def _fused_class(base: type[nn.Module], kind: Kind | None, vectors: tuple[str, ...]) -> type[nn.Module]:
+    members: dict[str, Any] = {"__module__": base.__module__}
+    members |= {attribute: _tapped(attribute) for attribute in vectors}
+    if kind == "linear":
+        members["forward"] = _linear_forward(base)
+    elif kind == "embedding":
+        members["forward"] = _embedding_forward(base)
+    elif kind == "head":
+        members["forward"] = _head_forward(base)
+    return type(base.__name__, (base,), members)
+
+
+def _tapped(attribute: str) -> property:
+    handle, dtype = f"_forge_{attribute}", f"_forge_{attribute}_dtype"
+
+    def read(self: nn.Module) -> Tensor:
+        tapped = Tap.apply(self._parameters[attribute], getattr(self, handle))
+        assert isinstance(tapped, Tensor)
+        return tapped.to(getattr(self, dtype))
+
+    return property(read)
+
+
+def _linear_forward(base: type[nn.Module]):
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return base.forward(self, input)
+        weight = self._parameters["weight"]
+        return fused_linear(input, weight, self.bias, self._forge_weight, self._forge_weight_dtype)
+
+    return forward
+
+
+def _embedding_forward(base: type[nn.Module]):
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return base.forward(self, input)
+        weight = self._parameters["weight"]
+        return FusedEmbedding.apply(weight, input, self._forge_weight, self._forge_weight_dtype)
+
+    return forward
+
+
+def _head_forward(base: type[nn.Module]):
+    def forward(self: Any, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return base.forward(self, input, labels)
+        weight, dtype = self._parameters["weight"], self._forge_weight_dtype
+        if labels is None:
+            return fused_linear(input, weight, None, self._forge_weight, dtype)
+        return fused_head_loss(input, weight, labels, self._forge_weight, dtype)
+
+    return forward

@@ -1,0 +1,65 @@
+"""The plan in words: how many weights and bytes go which way, and why any weight is not fused."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from titanforge.forge.coverage import frozen_parameters
+from titanforge.forge.plan import ParamPlan
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class PlanLine:
+    """One trainable weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    plan: ParamPlan
+
+    @property
+    def numel(self) -> int:
+        """Number of weights."""
+        return torch.Size(self.shape).numel()
+
+
+def plan_report(lines: Sequence[PlanLine], model: nn.Module) -> str:
+    """A few lines of text: the fused share, then one line per granule and reason, the largest first."""
+    total = sum(line.numel for line in lines)
+    fused = sum(line.numel for line in lines if line.plan.fused)
+    share = 100.0 * fused / max(total, 1)
+    text = [f"forge: {share:.1f} % of {total:,} trainable parameters never have a gradient in memory"]
+    grouped: dict[tuple[str, str, str], list[PlanLine]] = defaultdict(list)
+    for line in lines:
+        after = "; U after backward" if line.plan.deferred and "U follows" not in line.plan.why else ""
+        grouped[line.plan.granule.value, line.plan.join, line.plan.why + after].append(line)
+    for (granule, _, why), members in sorted(
+        grouped.items(), key=lambda item: -sum(m.numel for m in item[1])
+    ):
+        numel = sum(member.numel for member in members)
+        size = sum(member.numel * member.dtype.itemsize for member in members) / GIB
+        where = "ordinary" if not members[0].plan.fused else granule
+        text.append(
+            f"  {where:<12}{len(members):>5} weights {numel:>16,} parameters {size:>9.3f} GiB  {why}"
+            + _named(members, members[0].plan.fused)
+        )
+    frozen = frozen_parameters(model)
+    if frozen:
+        numel = sum(param.numel() for param in frozen.values())
+        text.append(f"  {'frozen':<12}{len(frozen):>5} weights {numel:>16,} parameters: nothing updates them")
+    return "\n".join(text)
+
+
+def _named(members: Sequence[PlanLine], fused: bool) -> str:
+    """The names, where one would want to know which."""
+    if fused:
+        return ""
+    names = ", ".join(member.name for member in members[:3])
+    return f" ({names}{f' and {len(members) - 3} more' if len(members) > 3 else ''})"

@@ -1,0 +1,128 @@
+"""What a weight's gradient is made of, and the kernel that consumes it without storing it.
+
+A source can `fold` itself into a weight and its states, or `form` the gradient in fp32 where a rule has to see
+all of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titanforge.kernels.config import TileConfig
+from titanforge.kernels.embedding import embedding_gradient, embedding_tile_count, embedding_update
+from titanforge.kernels.epilogues import Epilogue
+from titanforge.kernels.step import Target
+from titanforge.kernels.wgrad import config_for, fused_wgrad_update, tile_count, wgrad
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a kernel needs beside the operands.
+
+    hyper: the rule's vector on the device. norm: fp32, receives the squares of the tiles' norms, or None.
+    """
+
+    epilogue: Epilogue
+    hyper: Tensor
+    rng: Tensor
+    nonfinite: Tensor
+    observe: bool = False
+
+
+class Source(ABC):
+    """The operands of one gradient."""
+
+    @abstractmethod
+    def tiles(self, target: Target) -> int:
+        """Number of partial norms that `fold` writes."""
+
+    @abstractmethod
+    def fold(self, target: Target, launch: Launch, norm: Tensor | None) -> None:
+        """Update the target in place."""
+
+    @abstractmethod
+    def form(self, target: Target) -> Tensor:
+        """The gradient, fp32, of the target's shape."""
+
+
+@dataclass(frozen=True)
+class Product(Source):
+    """G = dyᵀ x. dy: [T, N]; x: [T, K]; offsets [E + 1] for experts [E, N, K]. T may be 0: G is then zero."""
+
+    dy: Tensor
+    x: Tensor
+    offsets: Tensor | None = None
+
+    def _config(self, target: Target) -> TileConfig:
+        experts = target.shape[0] if self.offsets is not None else 1
+        return config_for(self.dy, self.x, target, experts)
+
+    def tiles(self, target: Target) -> int:
+        return tile_count(target.shape, self._config(target))
+
+    def fold(self, target: Target, launch: Launch, norm: Tensor | None) -> None:
+        fused_wgrad_update(
+            self.dy,
+            self.x,
+            target.weight,
+            target.states,
+            launch.epilogue,
+            launch.hyper,
+            master=target.master,
+            offsets=self.offsets,
+            rng=launch.rng,
+            tensor_id=target.tensor_id,
+            norm_partials=norm,
+            nonfinite=launch.nonfinite,
+            config=self._config(target),
+            observe=launch.observe,
+        )
+
+    def form(self, target: Target) -> Tensor:
+        # The same tiles as `fold`, so that both sum in one order.
+        return wgrad(self.dy, self.x, offsets=self.offsets, config=self._config(target))
+
+
+@dataclass(frozen=True)
+class Rows(Source):
+    """Row v of G is the sum of dy over the tokens whose id is v. dy: [T, D]; ids: [T]; other ids are ignored."""
+
+    dy: Tensor
+    ids: Tensor
+
+    def tiles(self, target: Target) -> int:
+        return embedding_tile_count(*target.shape)
+
+    def fold(self, target: Target, launch: Launch, norm: Tensor | None) -> None:
+        embedding_update(
+            self.dy,
+            self.ids,
+            target.weight,
+            target.states,
+            launch.epilogue,
+            launch.hyper,
+            master=target.master,
+            rng=launch.rng,
+            tensor_id=target.tensor_id,
+            norm_partials=norm,
+            nonfinite=launch.nonfinite,
+            observe=launch.observe,
+        )
+
+    def form(self, target: Target) -> Tensor:
+        return embedding_gradient(self.dy, self.ids, target.shape[0])
+
+
+def no_tokens(kind: str, target: Target) -> Source:
+    """The source of a zero gradient."""
+    shape, device = target.shape, target.device
+    if kind == "embedding":
+        ids = torch.empty(0, dtype=torch.int64, device=device)
+        return Rows(torch.empty(0, shape[1], device=device), ids)
+    offsets = torch.zeros(shape[0] + 1, dtype=torch.int32, device=device) if len(shape) == 3 else None
+    empty = [torch.empty(0, size, device=device) for size in shape[-2:]]
+    return Product(empty[0], empty[1], offsets)

@@ -210,11 +210,41 @@ def test_embedded_text_takes_no_path():
 
 def test_unknown_datasets():
     assert refusal_of("--training.dataset=jsnol").endswith('did you mean "jsonl"?')
-    assert refusal_of("--training.dataset=c4").startswith(
-        'training.dataset = "c4": must be one of python_stdlib,'
+    assert refusal_of("--training.dataset=pile").startswith(
+        'training.dataset = "pile": must be one of python_stdlib,'
     )
-    message = refusal_of("--validation.enable", "--validation.dataset=c4_validation")
-    assert message.startswith('validation.dataset = "c4_validation": must be one of')
+    message = refusal_of("--validation.enable", "--validation.dataset=pile_validation")
+    assert message.startswith('validation.dataset = "pile_validation": must be one of')
+    assert "torchtitan's own test file" in refusal_of("--training.dataset=c4_test")
+
+
+def test_hugging_face_datasets(tmp_path):
+    assert validate("--training.dataset=c4", "--data.subset=en", "--data.shuffle_window=10") == []
+    assert validate("--training.dataset=huggingface", f"--training.dataset_path={tmp_path}") == []
+    assert validate("--training.dataset=huggingface", "--training.dataset_path=a-b/c.d@v1") == []
+    assert refusal_of("--training.dataset=huggingface").endswith("the path of a folder or hub id here")
+    message = refusal_of("--training.dataset=huggingface", "--training.dataset_path=/no/such/folder")
+    assert message.startswith('training.dataset_path = "/no/such/folder": no such folder')
+    (warning,) = validate("--data.split=test")
+    assert warning.endswith("training.dataset is no Hugging Face dataset")
+    (warning,) = validate("--data.shuffle_window=7")
+    assert warning.endswith("or data.shuffle = false")
+
+
+def test_a_mix_of_sources(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}")
+    mix = f'[{{dataset = "jsonl", path = "{path}", weight = 3}}, {{dataset = "python_stdlib"}}]'
+    assert validate(f"--data.sources={mix}", "--data.text_key=body") == []
+    message = refusal_of(f"--data.sources={mix}", "--training.dataset=text")
+    assert message == (
+        'training.dataset = "text": [[data.sources]] names what to train on: keep one of the two'
+    )
+    message = refusal_of('--data.sources=[{dataset = "text"}]')
+    assert message.startswith('data.sources[0].path = none: data.sources[0].dataset = "text" needs the path')
+    message = refusal_of('--data.sources=[{}, {dataset = "jsnol"}]')
+    assert message.startswith('data.sources[1].dataset = "jsnol": must be one of')
+    assert refusal_of("--data.sources=[{weight = 0}]").startswith("data.sources[0].weight = 0.0: must be")
 
 
 def test_tokenizer_paths(tmp_path):
@@ -227,6 +257,7 @@ def test_tokenizer_paths(tmp_path):
     file = tmp_path / "tokenizer.model"
     file.write_text("x")
     assert validate(f"--data.tokenizer={file}") == []
+    assert validate("--data.tokenizer=package:somewhere/tokenizer.model") == []
 
 
 def test_validation_needs_something_to_evaluate_on(tmp_path):

@@ -92,6 +92,12 @@ _HEAD_START = 1000.0
 """Tokens: the scale of how far apart streams begin in a mix."""
 
 
+def _head_start(seed: int, stream: int, source: int) -> int:
+    """Exponentially distributed tokens, the same on every machine."""
+    uniform = (mix64(mix64(mix64(seed & _MASK64) ^ stream) ^ source) + 1) / 2.0**64
+    return round(-math.log(uniform) * _HEAD_START)
+
+
 class Stream:
     """Stream `index`: packs the documents of its lanes, one per source, back to back.
 
@@ -103,7 +109,7 @@ class Stream:
 
     Raises DataExhausted at the first sample that the data does not fill. With `to_the_end` it reads the
     lanes that are left until all have ended, and fills that sample, if it has begun, with uncounted eos
-    tokens.
+    tokens; there are no head starts then.
     """
 
     def __init__(
@@ -121,10 +127,7 @@ class Stream:
         self._lanes, self._weights = lanes, weights
         self._tokenizer, self._seq_len, self._to_the_end = tokenizer, seq_len, to_the_end
         self._tokens = [0] * len(lanes)
-        self._head_start = [
-            round(-math.log((mix64(mix64(mix64(seed & _MASK64) ^ index) ^ s) + 1) / 2.0**64) * _HEAD_START)
-            for s in range(len(lanes))
-        ]
+        self._head_start = [0 if to_the_end else _head_start(seed, index, s) for s in range(len(lanes))]
         self._source, self._offset, self._ordinal = 0, 0, 0
         self._ended: set[int] = set()
         if state is not None:

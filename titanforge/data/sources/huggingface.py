@@ -70,11 +70,8 @@ class HuggingFaceSource(ShardedSource):
         self.num_shards = opened.num_shards
         self.fingerprint = self._fingerprint()
 
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_opened": None}
-
     def _open(self) -> Any:
-        """The dataset as `datasets` streams it, opened once per process."""
+        """The dataset as `datasets` streams it. Workers get it by pickle, so that the hub is asked once."""
         if self._opened is None:
             import datasets
 
@@ -98,6 +95,8 @@ class HuggingFaceSource(ShardedSource):
             if self._split not in saved:
                 raise self._no_split(saved)
             saved = saved[self._split]
+        elif self._split != str(saved.split or "train"):
+            raise self._no_split([saved.split or "train"])
         self._files = [f"{self._path}, part {i}" for i in range(min(_SAVED_SHARDS, len(saved)))]
         self._saved_rows = len(saved)
         return saved.to_iterable_dataset(num_shards=len(self._files))

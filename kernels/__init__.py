@@ -1,0 +1,11 @@
+"""Fused optimizer kernels: one mainloop x one epilogue x one codec.
+
+    epilogues   update rules on a tile, each in Triton and (`references`) in torch
+    codecs      how weights and states are stored: fp32, bf16, stochastic rounding, int8, fp8
+    wgrad       weight gradient and update in one kernel, also for experts
+    embedding   the same for embedding rows
+    flat        the same epilogues over many tensors whose gradients lie in memory
+    config      which tile shape a launch takes; `autotune` finds a better one
+
+Nothing here knows of models, modules or meshes: tensors in, tensors changed in place.
+"""

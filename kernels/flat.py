@@ -40,11 +40,11 @@ _CACHED_TABLES = 64
 
 @jit
 def flat_kernel(
-    table_ptr, chunk_ptr, h_ptr, rng_ptr, norm_ptr, nonfinite_ptr, hyper_length,
+    table_ptr, chunk_ptr, h_ptr, rng_ptr, nonfinite_ptr, hyper_length,
     EPILOGUE: tl.constexpr, SLOTS: tl.constexpr, WEIGHT: tl.constexpr, MASTER: tl.constexpr,
     W_CODEC: tl.constexpr, S0_CODEC: tl.constexpr, S1_CODEC: tl.constexpr, STOCHASTIC: tl.constexpr,
     G_TYPE: tl.constexpr, W_TYPE: tl.constexpr, S0_TYPE: tl.constexpr, S1_TYPE: tl.constexpr,
-    NORM: tl.constexpr, COUNT: tl.constexpr, OBSERVE: tl.constexpr,
+    COUNT: tl.constexpr, OBSERVE: tl.constexpr,
     BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tensor.
@@ -89,8 +89,6 @@ def flat_kernel(
         g = tl.load(g_ptr + off, mask=inside, other=0.0).to(tl.float32)
     else:
         g = tl.load(g_ptr + off).to(tl.float32)
-    if NORM:
-        tl.store(norm_ptr + program, tl.sum(tl.sum(g * g, axis=1), axis=0))
     bad = count_nonfinite(g)
     if COUNT and not OBSERVE:
         tl.atomic_add(nonfinite_ptr, bad, mask=(bad > 0) & (tl.load(h_ptr) != 0))
@@ -356,12 +354,12 @@ def _launch(
     aligned = items[0].aligned
     types = [_element_type(codec.dtype) for codec in codecs]
     flat_kernel[(tables.chunks.shape[0],)](
-        tables.table, tables.chunks, hyper, rng, None, nonfinite, hyper.shape[1],
+        tables.table, tables.chunks, hyper, rng, nonfinite, hyper.shape[1],
         EPILOGUE=rule.jit, SLOTS=len(rule.slots), WEIGHT=first.weight is not None, MASTER=first.master is not
         None,
         W_CODEC=codecs[0].code, S0_CODEC=codecs[1].code, S1_CODEC=codecs[2].code, STOCHASTIC=first.stochastic,
         G_TYPE=_element_type(items[0].gradient.dtype), W_TYPE=types[0], S0_TYPE=types[1], S1_TYPE=types[2],
-        NORM=False, COUNT=nonfinite is not None, OBSERVE=observe,
+        COUNT=nonfinite is not None, OBSERVE=observe,
         BLOCKS=BLOCKS, ALIGNED=aligned, MASKED=not (aligned and tables.full), num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
 

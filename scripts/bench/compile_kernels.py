@@ -124,11 +124,11 @@ def flat_source(
         "*u8": tl.uint8,
     }
     types = {
-        "table_ptr": "*i64", "chunk_ptr": "*i32", "h_ptr": "*fp32", "rng_ptr": "*i64", "norm_ptr": None,
+        "table_ptr": "*i64", "chunk_ptr": "*i32", "h_ptr": "*fp32", "rng_ptr": "*i64",
         "nonfinite_ptr": "*i32", "hyper_length": "i32",
     }  # fmt: skip
     constants = {
-        **_epilogue_constants(epilogue, recipe), "G_TYPE": tl.float32, "COUNT": True, "NORM": False,
+        **_epilogue_constants(epilogue, recipe), "G_TYPE": tl.float32, "COUNT": True,
         **{f"{key}_TYPE": element[_pointer(name)] for key, name in zip(("W", "S0", "S1"), names)},
         "BLOCKS": BLOCKS, "ALIGNED": aligned, "MASKED": not aligned,
     }  # fmt: skip

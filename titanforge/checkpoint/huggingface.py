@@ -110,15 +110,31 @@ def read_huggingface(path: Path, tensors: Mapping[str, Tensor], form: Form, show
         show: print progress.
 
     Raises:
+        FileNotFoundError, ValueError: as ``open_model``; shapes that differ.
+    """
+    files = open_model(path, form)
+    sources = form.sources()
+    progress = Progress("reading", len(sources), show)
+    for name, source in sources.items():
+        if name not in tensors:
+            raise ValueError(f"the model has no {name}: its arguments differ from those of its form")
+        fill(name, tensors[name], source, files)
+        local = local_tensor(tensors[name])
+        progress.advance(local.numel() * local.element_size())
+
+
+def open_model(path: Path, form: Form) -> TensorFiles:
+    """A folder's tensors, which are those of the form, neither less nor more; a tied head is read.
+
+    Raises:
         FileNotFoundError: no config.json, or a file that the index names is missing.
-        ValueError: another model, names missing or left over, shapes that differ.
+        ValueError: another model, names missing or left over, a head that should be tied but is not.
     """
     form.check(read_config(path))
-    files = _Files(path, form.prefix)
-    sources = form.sources()
-    wanted = {name for source in sources.values() for name in source.names}
+    files = TensorFiles(path, form.prefix)
+    wanted = {name for source in form.sources().values() for name in source.names}
     head = "lm_head.weight"
-    tied = form.tied_head is not None
+    tied = form.tied_head
     missing = sorted(name for name in wanted if name not in files)
     extra = [name for name in files if name not in wanted and not (tied and name == head)]
     extra = sorted(n for n in extra if not any(re.search(pattern, n) for pattern in form.ignored))
@@ -126,22 +142,12 @@ def read_huggingface(path: Path, tensors: Mapping[str, Tensor], form: Form, show
         raise ValueError(
             f"{path} does not fit its config.json. Missing: {_some(missing)}. Left over: {_some(extra)}."
         )
-    progress = Progress("reading", len(sources), show)
-    for name, source in sources.items():
-        if name not in tensors:
-            raise ValueError(f"the model has no {name}: its arguments differ from those of its form")
-        _fill(name, tensors[name], source, files)
-        local = local_tensor(tensors[name])
-        progress.advance(local.numel() * local.element_size())
-    if tied and head in files:
-        embedding = files.tensor(form.tied_head or "")
-        if not torch.equal(embedding, files.tensor(head)):
-            raise ValueError(
-                f"{path}: config.json ties the head to the embedding, but {head} is another tensor"
-            )
+    if tied and head in files and not torch.equal(files.tensor(tied), files.tensor(head)):
+        raise ValueError(f"{path}: config.json ties the head to the embedding, but {head} is another tensor")
+    return files
 
 
-class _Files:
+class TensorFiles:
     """The tensors of a folder by name, wherever they are; nothing is read before it is asked for."""
 
     def __init__(self, path: Path, prefix: str) -> None:
@@ -196,7 +202,8 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _fill(name: str, tensor: Tensor, source: Source, files: _Files) -> None:
+def fill(name: str, tensor: Tensor, source: Source, files: TensorFiles) -> None:
+    """Fill this rank's part of one of our tensors; raises ValueError if theirs have other shapes."""
     local = local_tensor(tensor)
     shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,8 +80,13 @@ class HuggingFaceForm(ABC):
         """Content of config.json for weights stored as ``dtype``."""
 
     @abstractmethod
+    def list_sources(self) -> dict[str, Source]:
+        """What ``sources`` returns, made anew."""
+
+    @cache  # noqa: B019 (forms are few; 128 experts a layer are 36,000 names)
     def sources(self) -> dict[str, Source]:
         """Our parameter's name → where it is; a tied head is left out."""
+        return self.list_sources()
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise ValueError naming every size in which a config.json differs from these arguments."""

@@ -83,7 +83,7 @@ class GPT2Form(HuggingFaceForm):
             "vocab_size": args.vocab_size,
         }
 
-    def sources(self) -> dict[str, Source]:
+    def list_sources(self) -> dict[str, Source]:
         sources = {
             "tok_embeddings.weight": Source(("transformer.wte.weight",)),
             "pos_embeddings.weight": Source(("transformer.wpe.weight",)),

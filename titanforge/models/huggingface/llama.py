@@ -108,5 +108,5 @@ class LlamaForm(HuggingFaceForm):
             }
         return config
 
-    def sources(self) -> dict[str, Source]:
+    def list_sources(self) -> dict[str, Source]:
         return llama_sources(self.args.n_layers, llama_block(), self.args.tie_embeddings)

@@ -93,7 +93,7 @@ class Qwen3Form(HuggingFaceForm):
         norms = {f"attention.{n}.weight": Source((f"self_attn.{n}.weight",)) for n in ("q_norm", "k_norm")}
         return llama_block() | norms
 
-    def sources(self) -> dict[str, Source]:
+    def list_sources(self) -> dict[str, Source]:
         return llama_sources(self.args.n_layers, self.block(), self.args.tie_embeddings)
 
 

@@ -81,8 +81,14 @@ def _assert_complete(folder: Path) -> None:
 def test_a_run_moves_from_replicas_to_shards_to_one_process(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", documents=16)
     moved, whole = tmp_path / "moved", tmp_path / "whole"
-    train_all(2, [_run(moved, corpus, 2, **REPLICAS), _run(moved, corpus, 4, **SHARDS)])
-    train_all(1, [_run(moved, corpus, 6), _run(whole, corpus, 6)])
+    compiled = {
+        "compile__enable": True,
+        "compile__backend": "aot_eager",
+        "activation_checkpoint__mode": "full",
+    }
+    train_all(2, [_run(moved, corpus, 2, **REPLICAS), _run(moved, corpus, 4, **SHARDS, **compiled)])
+    # A run that is done and started again has nothing to do, and harms nothing.
+    train_all(1, [_run(moved, corpus, 6), _run(moved, corpus, 6), _run(whole, corpus, 6)])
     assert column(moved, "lr") == column(whole, "lr")
     assert column(moved, "tokens_seen") == column(whole, "tokens_seen")
     assert greatest_difference(moved, whole) < 1e-5

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
+from tests.distributed_harness import run_distributed
 from tests.trainer.live import LiveRun, last_step, saved_steps
 from tests.trainer.runs import argv, assert_same_checkpoint, assert_same_steps, lines, train_all, write_corpus
+from titanforge.config import load_config
+from titanforge.interruption import Interrupted
+from titanforge.trainer import Trainer
 
 ENDLESS = 100_000
 
@@ -107,6 +112,46 @@ def test_signals_to_one_rank_and_to_torchrun_stop_all_ranks_at_one_step(tmp_path
         _assert_saved_at_the_boundary(run, "SIGTERM")
 
     _assert_like_a_run_left_alone(tmp_path, folder, corpus, processes=2, **big)
+
+
+def _interrupt_itself(rank: int, world_size: int, arguments: list[str], after_step: int) -> str:
+    """Rank 1 sends itself SIGTERM between two steps; returns what the first rank would print."""
+    trainer = Trainer(load_config(arguments), "cpu")
+    train_step = trainer.train_step
+
+    def signalled() -> None:
+        if rank == 1 and trainer.step == after_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        train_step()
+
+    trainer.train_step = signalled
+    try:
+        trainer.train()
+    except Interrupted as stop:
+        return str(stop)
+    finally:
+        trainer.close()
+    return "not interrupted"
+
+
+def _interrupt_each(rank: int, world_size: int, runs: list[tuple[list[str], int]]) -> list[str]:
+    return [_interrupt_itself(rank, world_size, *run) for run in runs]
+
+
+def test_before_the_first_step_and_beside_a_save_in_the_background(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    first, background = tmp_path / "first", tmp_path / "background"
+    more = {"checkpoint__async_mode": "async", "checkpoint__interval": 1}
+    runs = [(_run(first, corpus), 0), (_run(background, corpus, **more), 2)]
+    told = run_distributed(_interrupt_each, 2, runs)
+    assert told[0] == told[1]
+    assert [text.split(";")[0] for text in told[0]] == ["SIGTERM after step 0", "SIGTERM after step 2"]
+    assert saved_steps(first) == [0] and saved_steps(background) == [1, 2]
+    alone = tmp_path / "alone"
+    train_all(2, [_run(folder, corpus, 4) for folder in (first, background, alone)])
+    for folder in (first, background):
+        assert_same_steps(folder, alone)
+        assert_same_checkpoint(folder / "checkpoint/step-4", alone / "checkpoint/step-4")
 
 
 def _assert_like_a_run_left_alone(tmp: Path, folder: Path, corpus: Path, processes: int, **more: Any) -> None:

@@ -105,6 +105,7 @@ class Trainer:
 
         self.step = 0  # optimizer steps done
         self.tokens_seen = 0  # target tokens that a loss was taken on, over all ranks
+        self.source_tokens: dict[str, int] = {}  # of a mix: tokens read of each source, over all ranks
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._first_nonfinite = torch.full((), -1, dtype=torch.int64, device=self.device)
         self._load()
@@ -269,6 +270,7 @@ class Trainer:
             lr=factor * config.optimizer.lr,
             tokens_seen=self.tokens_seen,
             ledger=self.ledger,
+            **{f"source_tokens/{name}": count for name, count in self.source_tokens.items()},
             **(self.model.metrics() if self.metrics.due(self.step) else {}),
             **({"skipped_steps": self._nonfinite_steps} if config.training.nonfinite_loss == "skip" else {}),
         )
@@ -290,11 +292,14 @@ class Trainer:
             except Exception as error:
                 failure = error
             valid = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
-            (valid,), (failed, signalled) = self.runtime.agree(
-                sums=[valid], maxima=[self.runtime.rank + 1 if failure else 0, self.stop_signal.received]
+            from_sources = self.loader.source_tokens()
+            (valid, *sums), (failed, signalled) = self.runtime.agree(
+                sums=[valid, *from_sources.values()],
+                maxima=[self.runtime.rank + 1 if failure else 0, self.stop_signal.received],
             )
         if failed:
             self.runtime.raise_together(failure, failed - 1, "loading data")
+        self.source_tokens = dict(zip(from_sources, sums))
         if signalled:
             # What was just fetched is not trained on any more: the resumed run must begin with it.
             self.loader.load_state_dict(merge_states(self.runtime.all_gather_object(position)))

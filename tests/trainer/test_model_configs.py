@@ -1,0 +1,104 @@
+"""Job files of each family: they pass a dry run on the GPUs that they name, and train when cut down."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+
+from tests.distributed_harness import REPOSITORY
+from titanforge.config import load_config, validate_config
+from titanforge.dry_run import dry_run_report
+from titanforge.trainer import Trainer
+
+# Job file → ranks and GiB of the GPUs that its first lines name.
+SIZED_FOR = {
+    "debug_model_moe": (2, 2),
+    "qwen3_0.6b": (1, 80),
+    "qwen3_1.7b": (1, 80),
+    "qwen3_4b": (8, 80),
+    "qwen3_8b": (8, 80),
+    "qwen3_14b": (8, 80),
+    "qwen3_32b": (16, 80),
+    "qwen3_30b_a3b": (8, 141),
+    "qwen3_235b_a22b": (64, 141),
+    "gpt2_124m": (1, 24),
+    "gpt2_1.56b": (1, 80),
+    "gpt2_8b": (8, 80),
+    "gpt2_modern_160m": (1, 80),
+    "gpt2_modern_1.3b": (1, 80),
+}
+FOLDER = REPOSITORY / "train_configs"
+
+
+def test_every_file_of_these_families_is_listed():
+    stems = {path.stem for path in FOLDER.glob("*.toml") if re.match("qwen3|gpt2|debug_model_", path.stem)}
+    assert stems == set(SIZED_FOR)
+
+
+@pytest.mark.parametrize("stem", SIZED_FOR)
+def test_dry_run_fits_the_gpus_that_the_file_names(stem):
+    ranks, gib = SIZED_FOR[stem]
+    path = FOLDER / f"{stem}.toml"
+    config = load_config(["--job.config_file", str(path)])
+    assert validate_config(config, ranks, "cuda") == []
+    report = dry_run_report(config, ranks, "cpu")
+    (total,) = re.findall(r"total per rank\s+([\d.]+) GiB", report)
+    assert float(total) < 0.92 * gib
+    if gib > 2:
+        words = {1: "one", 8: "eight", 16: "sixteen", 64: "sixty-four"}
+        head = re.sub(r"\s*\n# ", " ", path.read_text())
+        assert re.search(rf"Sized for {words[ranks]} {gib} GiB GPU", head)
+
+
+CUT = {
+    "qwen3_0.6b": ["--model.dim=64", "--model.n_heads=2", "--model.n_kv_heads=1", "--model.head_dim=32"],
+    "gpt2_124m": ["--model.dim=64", "--model.n_heads=4", "--model.n_positions=64"],
+    "gpt2_modern_160m": ["--model.dim=64", "--model.n_heads=4"],
+    "qwen3_30b_a3b": [
+        *("--model.dim=64", "--model.n_heads=2", "--model.n_kv_heads=1", "--model.head_dim=32"),
+        *("--model.n_experts=8", "--model.n_experts_per_token=2", "--model.moe_balancing=bias"),
+    ],
+}
+
+
+@pytest.mark.parametrize("stem", CUT)
+def test_trains_with_shapes_cut_down(stem, tmp_path):
+    hidden = [] if stem.startswith("gpt2") else ["--model.hidden_dim=96"]
+    config = load_config(
+        [
+            *("--job.config_file", str(FOLDER / f"{stem}.toml"), "--job.dump_folder", str(tmp_path)),
+            *("--training.steps=8", "--training.seq_len=64", "--training.local_batch_size=4"),
+            *("--training.dataloader.num_workers=0", "--compile.enable=false", "--metrics.log_freq=1"),
+            *(
+                "--model.n_layers=2",
+                "--model.vocab_size=512",
+                "--checkpoint.enable=false",
+                "--data.num_streams=8",
+            ),
+            *(
+                "--lr_scheduler.warmup_steps=2",
+                "--optimizer.lr=3e-3",
+                "--training.mixed_precision_param=float32",
+            ),
+            *hidden,
+            *CUT[stem],
+        ]
+    )
+    assert [line for line in validate_config(config, 1, "cpu") if "no effect" not in line] == []
+    trainer = Trainer(config, "cpu")
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.3 and all(map(math.isfinite, losses))
+    assert losses[0] == pytest.approx(math.log(512), abs=1.6)  # a tied head begins by repeating the token
+    if "b_a" in stem:
+        assert all(1 <= line["router/max_load"] <= 4 and 0 <= line["router/min_load"] <= 1 for line in lines)
+        assert all(0.5 < line["router/imbalance"] < 4 for line in lines)
+    else:
+        assert not any(key.startswith("router") for key in lines[0])

@@ -44,7 +44,8 @@ def decode_fp8(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     # 2^(127 - BIAS) as a power that fp32 holds: BIAS is 7 or 15.
     power = tl.full([1, 1], (254 - BIAS) << 23, tl.uint32).to(tl.float32, bitcast=True)
     x = magnitude * power
-    return tl.where((bits & 0x80) != 0, -x, x)
+    # The sign is set as a bit: some versions of Triton negate as 0 - x, which loses that of zero.
+    return (x.to(tl.uint32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @jit

@@ -7,12 +7,14 @@ from torch import nn
 
 from titanforge.config import JobConfig
 from titanforge.data import build_tokenizer
+from titanforge.forge import plan_report, preview
+from titanforge.forge.head import CHUNK_LOGITS as FUSED_CHUNK_LOGITS
 from titanforge.metrics import activation_bytes, estimate_memory
 from titanforge.metrics.memory import GIB
 from titanforge.models.layers.loss import CHUNK_LOGITS
 from titanforge.optim import build_groups, state_bytes
 from titanforge.parallelisms import ParallelDims
-from titanforge.trainer import DTYPES, build_meta_model
+from titanforge.trainer import DTYPES, build_meta_model, forge_steps, probe_forward
 
 
 def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
@@ -55,14 +57,27 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     for group in optimizer_groups:
         options = ", ".join(f"{key} {value:g}" for key, value in group.options.items())
         lines.append(f"  {group.name:<28}{group.num_parameters:>18,}  {options}")
-    weight_bytes = DTYPES[training.dtype].itemsize
+    chunk_logits = FUSED_CHUNK_LOGITS if config.forge.enable else CHUNK_LOGITS
+    gradient_bytes = weight_bytes = DTYPES[training.dtype].itemsize
+    if config.forge.enable:
+        micro_batches = sequences // (training.local_batch_size * data_parallel)
+        plan = preview(
+            model,
+            config.optimizer,
+            training.dtype,
+            probe=lambda: probe_forward(model, "meta"),
+            steps=forge_steps(config, micro_batches),
+        )
+        lines += plan_report(plan, model).splitlines()
+        # Per weight of the model: none for those that are consumed where they are made.
+        gradient_bytes *= sum(line.numel for line in plan if not line.plan.fused) / total
     compute_bytes = (
         DTYPES[training.mixed_precision_param].itemsize if training.dtype == "float32" else weight_bytes
     )
     estimate = estimate_memory(
         num_params=groups,
         weight_bytes=weight_bytes,
-        gradient_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
         state_bytes_per_param=state_bytes(optimizer_groups, config.optimizer) / total,
         activations=activation_bytes(
             batch=training.local_batch_size,
@@ -75,7 +90,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
             compute_bytes=compute_bytes,
             mode=config.activation_checkpoint.mode,
             selective_option=config.activation_checkpoint.selective_ac_option,
-            loss_chunk_tokens=max(1, CHUNK_LOGITS // args.vocab_size),
+            loss_chunk_tokens=max(1, chunk_logits // args.vocab_size),
         ),
         dp_shard=dims.dp_shard,
         layer_params=largest_unit(model),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanforge.forge import ForgeOptimizer
 from titanforge.metrics.plot import write_run_summary
 
 if TYPE_CHECKING:
@@ -29,11 +30,15 @@ def announce(trainer: Trainer) -> None:
     for group in trainer.optimizer.groups:
         options = ", ".join(f"{key} {value:g}" for key, value in group.options.items())
         lines.append(f"  optimizer  {group.name}: {group.num_parameters:,} parameters, {options}")
+    if isinstance(trainer.optimizer, ForgeOptimizer):
+        lines += [f"  {line}" for line in trainer.optimizer.report().splitlines()]
     source = trainer.checkpointer.loaded_from
     if source is not None:
         lines.append(f"  start      step {trainer.step}, from {source}")
     if trainer.step >= training.steps:
-        lines.append(f"  nothing left to train: training.steps = {training.steps} are done; raise it to go on")
+        lines.append(
+            f"  nothing left to train: training.steps = {training.steps} are done; raise it to go on"
+        )
     print("\n".join(lines), flush=True)
 
 

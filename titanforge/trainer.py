@@ -19,6 +19,7 @@ from titanforge.checkpoint import CheckpointManager
 from titanforge.config import JobConfig, to_flat_dict, to_toml
 from titanforge.data import IGNORED, Batch, SourceSpec, build_tokenizer, build_train_loader, merge_states
 from titanforge.evaluation import Validator
+from titanforge.forge import ForgeOptimizer, Steps, build_forge_optimizer
 from titanforge.garbage import GarbageCollector
 from titanforge.interruption import Interrupted, NonFiniteLoss, StopSignal
 from titanforge.metrics import MetricsLogger, Profiler
@@ -87,7 +88,7 @@ class Trainer:
         self.tokenizer = build_tokenizer(config.data.tokenizer, config.model.hf_assets_path)
         self.micro_batches, self.loader = self._build_loader()
         self.model, self.model_args = self._build_model()
-        self.optimizer = build_optimizer(self.model, config.optimizer, config.training.dtype, seed=self.seed)
+        self.optimizer = self._build_optimizer()
         self.ledger = CommLedger()
         self.sync = self._owned(build_sync_policy(config.sync.policy, config.sync.bucket_mib))
         self.sync.attach(self.model, self.dims.get_group("dp_replicate"), self.ledger)
@@ -191,6 +192,20 @@ class Trainer:
         initialize_weights(model, self.seed)
         return model.train(), args
 
+    def _build_optimizer(self):
+        """The ordinary engine, or the one that lives in backward."""
+        config, training = self.config, self.config.training
+        if not config.forge.enable:
+            return build_optimizer(self.model, config.optimizer, training.dtype, seed=self.seed)
+        return build_forge_optimizer(
+            self.model,
+            config.optimizer,
+            training.dtype,
+            probe=lambda: probe_forward(self.model, self.device),
+            steps=forge_steps(config, self.micro_batches),
+            seed=self.seed,
+        )
+
     # ---------------------------------------------------------------- the loop
 
     def train(self) -> None:
@@ -237,6 +252,7 @@ class Trainer:
         )
         self.optimizer.set_lr(factor)
         self.optimizer.zero_grad()
+        self.optimizer.begin_step(self.micro_batches)
         self.sync.begin_step(self.micro_batches)
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
         for index, batch in enumerate(batches):
@@ -247,13 +263,13 @@ class Trainer:
             # The gradient of every rank is its share of the mean over the whole global batch, so sums
             # over ranks and micro-batches need no further division, however the padding is spread.
             share = loss_sum / valid_tokens
+            # Fused weights change during backward, so it must be known by now whether they may.
+            self.optimizer.before_backward(index, self._may_apply(share.detach()))
             share.backward()
             loss += share.detach()
         self.ledger.all_reduce(loss, self.dims.get_group("loss"), axis="loss", purpose="loss")
         self.sync.reduce_gradients()
-        grad_norm, scale = clip_factor(
-            self.model.parameters(), config.training.max_norm, all_reduce=self._reduce_norm
-        )
+        grad_norm, scale = self._clip()
         apply_flag = self._check_finite(loss, grad_norm)
         self.optimizer.step(apply_flag=apply_flag, grad_scale=scale)
         if (statistics := self.model.step_statistics()) is not None:
@@ -276,6 +292,15 @@ class Trainer:
         )
         if self.metrics.due(self.step):
             self._stop_if_nonfinite()
+
+    def _clip(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The gradient's norm, and the factor that the optimizer has yet to apply."""
+        if isinstance(self.optimizer, ForgeOptimizer):
+            # Of gradients that are gone by now; None where it was never to be seen.
+            return self.optimizer.gradient_norm(), None
+        return clip_factor(
+            self.model.parameters(), self.config.training.max_norm, all_reduce=self._reduce_norm
+        )
 
     def _next_global_batch(self) -> tuple[list[Batch], int]:
         """This rank's micro-batches, and the valid target tokens of the whole global batch.
@@ -309,9 +334,18 @@ class Trainer:
     def _reduce_norm(self, square: torch.Tensor, group: ProcessGroup) -> None:
         self.ledger.all_reduce(square, group, axis="dp_shard", purpose="grad_norm")
 
-    def _check_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
+    def _may_apply(self, loss: torch.Tensor) -> torch.Tensor:
+        """Device flag before the backward of ``loss``, 1 to apply its gradient."""
+        finite = torch.isfinite(loss)
+        if self.config.training.nonfinite_loss == "stop":
+            finite &= self._first_nonfinite < 0
+        return finite
+
+    def _check_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> torch.Tensor:
         """Device flag, 1 to apply the step: equal on all ranks because loss and norm are already reduced."""
-        finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
+        finite = torch.isfinite(loss)
+        if grad_norm is not None:
+            finite &= torch.isfinite(grad_norm)
         self._nonfinite_steps += ~finite
         first = torch.where(finite, self._first_nonfinite, self.step + 1)
         self._first_nonfinite = torch.where(self._first_nonfinite < 0, first, self._first_nonfinite)
@@ -322,11 +356,13 @@ class Trainer:
 
     def _stop_if_nonfinite(self) -> None:
         count = int(self._nonfinite_steps)
+        forge = self.config.forge.enable
         if count and self.config.training.nonfinite_loss == "stop":
             self.checkpointer.maybe_wait()
             raise NonFiniteLoss(
                 f"the loss or gradient of step {int(self._first_nonfinite)} is not finite. No weight was "
-                "changed by it. Resume from the last checkpoint with a lower optimizer.lr or another "
+                f"changed by it{' but fused ones whose own gradient was finite' * forge}. Resume from the "
+                "last checkpoint with a lower optimizer.lr or another "
                 'debug.seed, or set training.nonfinite_loss = "skip" to leave such steps out.'
             )
 
@@ -337,10 +373,16 @@ class Trainer:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "train_state": {"step": self.step, "tokens_seen": self.tokens_seen},
+            "train_state": {"step": self.step, "tokens_seen": self.tokens_seen, **self._held_norm()},
             "dataloader": merge_states(self.runtime.all_gather_object(self.loader.state_dict())),
             "rng": rng_state(self.device),
         }
+
+    def _held_norm(self) -> dict[str, float]:
+        """What lagged clipping knows of the steps before."""
+        if isinstance(self.optimizer, ForgeOptimizer):
+            return {"held_norm": float(self.optimizer.held_norm)}
+        return {}
 
     def _save(self, last: bool = False) -> None:
         self._stop_if_nonfinite()
@@ -360,6 +402,8 @@ class Trainer:
         if "train_state" in state:
             self.step = state["train_state"]["step"]
             self.tokens_seen = state["train_state"]["tokens_seen"]
+            if isinstance(self.optimizer, ForgeOptimizer):
+                self.optimizer.held_norm.fill_(state["train_state"].get("held_norm", 0.0))
         if "dataloader" in state:
             self.loader.load_state_dict(state["dataloader"])
         if "rng" in state:
@@ -406,6 +450,24 @@ def huggingface_form(config: JobConfig, args: Any) -> HuggingFaceForm | None:
     """
     wanted = config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf
     return form_of(args) if wanted else None
+
+
+def probe_forward(model: Any, device: torch.device | str) -> torch.Tensor:
+    """The loss of a few tokens (on meta: logits): shows the fused optimizer who reads which weight."""
+    tokens = torch.zeros((1, 8), dtype=torch.int64, device=device)
+    return model(tokens, None, None, tokens) if tokens.device.type != "meta" else model(tokens, logits_at=0)
+
+
+def forge_steps(config: JobConfig, micro_batches: int) -> Steps:
+    """What the fused optimizer's plan needs to know of the run."""
+    training = config.training
+    return Steps(
+        micro_batches=micro_batches,
+        tokens=training.local_batch_size * training.seq_len,
+        accumulation=config.forge.accumulation,
+        max_norm=training.max_norm,
+        undo=training.nonfinite_loss == "skip",
+    )
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ HUB_DATASETS = ("c4", "c4_validation", "fineweb", "fineweb-edu", "openwebtext")
 DATASETS = ("python_stdlib", *DATASETS_WITH_PATH, "huggingface", *HUB_DATASETS)
 TORCH_OPTIM_RULES = ("adamw", "adam", "sgd")
 CHECKPOINT_PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+FORGE_KERNELS = ("auto", "portable")
 COMPILE_COMPONENTS = ("model", "loss")
 
 
@@ -42,7 +43,7 @@ def validate_config(config: JobConfig, world_size: int, device_type: str) -> lis
     _check_batch(config, data_parallel)
     _check_optimizer(config)
     warnings += _check_schedule(config)
-    _check_forge(config)
+    _check_forge(config, world_size)
     _check_data(config)
     _check_validation(config)
     warnings += _check_checkpoint(config, world_size)
@@ -188,15 +189,23 @@ def _check_schedule(config: JobConfig) -> list[str]:
     return warnings
 
 
-def _check_forge(config: JobConfig) -> None:
+def _check_forge(config: JobConfig, world_size: int) -> None:
     if not config.forge.enable:
         return
+    if world_size > 1:
+        raise refusal(
+            config,
+            "forge.enable",
+            f"runs on one rank as yet, and {world_size} were started: start one, or set forge.enable = false",
+        )
+    if config.forge.kernel not in FORGE_KERNELS:
+        raise refusal(config, "forge.kernel", f"must be one of {', '.join(FORGE_KERNELS)}")
     if config.training.max_norm > 0 and config.forge.clip == "exact":
         raise refusal(
             config,
             "training.max_norm",
             "exact clipping needs every gradient before any update, and forge.enable = true keeps none: set"
-            ' forge.clip = "lagged" (the last step\'s norm sets the factor), or training.max_norm = 0'
+            ' forge.clip = "lagged" (the norms of earlier steps set the factor), or training.max_norm = 0'
             " (no clipping), or forge.enable = false",
         )
     if config.optimizer.implementation != "native":

@@ -1,7 +1,7 @@
 """Lagged clipping: the factor of a step comes from the norms of the steps before it.
 
-Exact clipping needs every gradient before any update. Here the epilogues sum the squares of their tiles, so the
-exact norm of a step is known at its end, and no pass is spent on it.
+Exact clipping needs every gradient before any update. Here the epilogues sum the squares of their tiles, so
+the exact norm of a step is known at its end, and no pass is spent on it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Covered:
-    """One trainable parameter: the module that owns it, under which attribute, and what can be done with it."""
+    """One trainable parameter, the module that owns it and under which attribute, and what can be done."""
 
     name: str
     param: nn.Parameter

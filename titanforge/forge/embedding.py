@@ -12,7 +12,7 @@ from titanforge.forge.ops import consume_rows
 
 
 class FusedEmbedding(torch.autograd.Function):
-    """`Y = W[ids]`; backward hands (dY, ids) to the weight's sink. Rows are cast to `dtype` once looked up."""
+    """`Y = W[ids]`; backward hands (dY, ids) to the weight's sink. Rows are cast to `dtype` after."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, handle: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,46 +1,38 @@
 """The fused optimizer: the interface and checkpoints of `RuleOptimizer`, with updates inside of backward.
 
-optimizer = attach(model, groups, recipe, probe=lambda: model(tokens, labels=labels))
-for each step:
-    optimizer.set_lr(factor)
-    optimizer.begin_step(micro_batches)
-    for index in range(micro_batches):
-        loss = ...
-        optimizer.before_backward(index, torch.isfinite(loss))
-        loss.backward()                 # fused weights change here
-    optimizer.step()                    # what is left: weights with a `.grad`, and U of regime 2
+A step is `begin_step(micro_batches)`; for each micro-batch the forward pass, `before_backward(index, flag)`
+and `backward()`, in which fused weights change; then `step()` for what is left: ordinary weights, and U of
+regime 2.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanforge.forge.clip import LaggedClip
-from titanforge.forge.coverage import Covered, cover
+from titanforge.forge.coverage import Covered
 from titanforge.forge.head import HeadSink
 from titanforge.forge.modules import fuse_module, restore_module
 from titanforge.forge.ops import register_sink
-from titanforge.forge.plan import ParamPlan, Schedule, plan
-from titanforge.forge.probe import probe_readers
+from titanforge.forge.plan import Kind, ParamPlan
 from titanforge.forge.report import PlanLine, plan_report
 from titanforge.forge.sinks import Clock, Hyper, Sink
 from titanforge.optim.engine import Entry, Family, RuleOptimizer
 from titanforge.optim.local_update import LocalWeight, update_state_global
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
-from titanforge.optim.states import Recipe, StoredState
-
-Planner = Callable[[UpdateRule, Any, Mapping[str, int], Schedule], ParamPlan]
+from titanforge.optim.states import Recipe
 
 
 class ForgeOptimizer(RuleOptimizer):
-    """Use `attach`. Weights whose plan says so are updated during backward; the others from `.grad` in `step`."""
+    """Updates weights during backward where their plan says so, the others from `.grad` in `step`.
+
+    Use `titanforge.forge.attach`, which makes `covered` and `plans`.
+    """
 
     def __init__(
         self,
@@ -48,17 +40,15 @@ class ForgeOptimizer(RuleOptimizer):
         groups: Sequence[ParamGroupSpec],
         recipe: Recipe,
         covered: Mapping[str, Covered],
+        plans: Mapping[str, ParamPlan],
         *,
         micro_batches: int = 1,
-        tokens: int = 0,
-        accumulation: str = "auto",
         max_norm: float = 0.0,
-        undo: bool = False,
         seed: int = 0,
-        planner: Planner = plan,
     ) -> None:
         super().__init__(groups, recipe, seed=seed)
         self._model = model
+        self._plans = plans
         self._micro_batches = micro_batches
         self._clip = LaggedClip(max_norm, self._device)
         self._clock = Clock(self._rng, self._nonfinite)
@@ -66,15 +56,7 @@ class ForgeOptimizer(RuleOptimizer):
         self._flag = torch.ones((), device=self._device)
         self._norm: Tensor | None = None
         self._finished = True
-        self._plans: dict[str, ParamPlan] = {}
-        for entry, family in self._entries_with_family():
-            schedule = Schedule(
-                micro_batches, tokens, accumulation, _keeps_sums(entry.states), max_norm > 0, undo
-            )
-            self._plans[entry.name] = planner(family.rule, covered[entry.name].placement, {}, schedule)
-        self._hyper = [
-            _hyper_of(family.rule, table) for family, table in zip(self._families, self._table.tables())
-        ]
+        self._hyper = [_hyper_of(table) for table in self._table.tables()]
         self._sinks: dict[str, Sink] = {}
         self._modules: list[nn.Module] = []
         self._fuse(covered)
@@ -103,12 +85,12 @@ class ForgeOptimizer(RuleOptimizer):
         for owners in _by_module(covered.values()):
             own = handles.get(id(owners[0].module))
             if own:
-                kinds = {o.attribute: o.placement.kind for o in owners if o.attribute in own}
+                kinds: dict[str, Kind] = {o.attribute: o.placement.kind for o in owners if o.attribute in own}
                 fuse_module(owners[0].module, kinds, own)
                 self._modules.append(owners[0].module)
 
     def detach(self) -> None:
-        """Give the model its ordinary forwards back. The optimizer itself is then of use for its states alone."""
+        """Give the model its ordinary forwards back; the optimizer then has its states and no more use."""
         for module in self._modules:
             restore_module(module)
         self._modules.clear()
@@ -132,7 +114,8 @@ class ForgeOptimizer(RuleOptimizer):
         """Host side of a step: upload what changed. Before each replay of a captured step too."""
         if num_micro_batches != self._micro_batches:
             raise ValueError(
-                f"planned for {self._micro_batches} micro-batches a step, not {num_micro_batches}: attach again"
+                f"the plan is for {self._micro_batches} micro-batches a step, not {num_micro_batches}: "
+                "attach again"
             )
         self.prepare_step()
         self._clock.index = -1
@@ -144,15 +127,15 @@ class ForgeOptimizer(RuleOptimizer):
     def before_backward(self, micro_batch_index: int, apply_flag: Tensor | None = None) -> None:
         """Device side, before the backward of one micro-batch: fused weights change in it.
 
-        apply_flag: scalar on the device, 0 to leave all weights and states as they are (the loss is not finite).
-            It holds for the rest of the step.
+        apply_flag: scalar on the device, 0 to leave all weights and states as they are (the loss is not
+            finite). It holds for the rest of the step.
         Raises RuntimeError for a micro-batch out of turn.
         """
         clock = self._clock
         if micro_batch_index != clock.index + 1:
             raise RuntimeError(
-                f"micro-batch {micro_batch_index} follows {clock.index}: call begin_step, then before_backward with "
-                "0, 1, … in turn"
+                f"micro-batch {micro_batch_index} follows {clock.index}: call begin_step, then "
+                "before_backward with 0, 1, … in turn"
             )
         clock.index, clock.running = micro_batch_index, True
         if micro_batch_index == 0:
@@ -169,10 +152,11 @@ class ForgeOptimizer(RuleOptimizer):
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor | None:
-        """Norm of the step's whole gradient, before any factor: fp32 scalar on the device, after the last backward.
+        """Norm of the step's whole gradient, before any factor: fp32 scalar on the device, after the last
+        backward.
 
-        Fused weights bring the sums of squares that their kernels left. None where micro-batches were added to
-        states one by one: the norm of their sum is then never seen.
+        Fused weights bring the sums of squares that their kernels left. None where micro-batches were added
+        to states one by one: the norm of their sum is then never seen.
         """
         if self._norm is None:
             if any(sink.plan.join == "state" for sink in self._sinks.values()):
@@ -199,7 +183,8 @@ class ForgeOptimizer(RuleOptimizer):
 
     @torch.no_grad()
     def apply_step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
-        """The end of a step: weights that no micro-batch reached, U of regime 2, ordinary weights, step count.
+        """The end of a step: weights that no micro-batch reached, U of regime 2, ordinary weights, step
+        count.
 
         apply_flag, grad_scale: for the ordinary weights alone, beside the flags of `before_backward` and the
             lagged factor; fused weights have been updated by now.
@@ -208,7 +193,8 @@ class ForgeOptimizer(RuleOptimizer):
         clock = self._clock
         if not clock.running or not clock.last:
             raise RuntimeError(
-                f"{clock.index + 1} of {self._micro_batches} micro-batches went through before_backward in this step"
+                f"{clock.index + 1} of {self._micro_batches} micro-batches of this step went through "
+                "before_backward"
             )
         self._check_bypass()
         if self._clip.max_norm > 0:
@@ -261,12 +247,12 @@ class ForgeOptimizer(RuleOptimizer):
         for entry, _ in self._entries_with_family():
             if entry.name in self._sinks and entry.param.grad is not None:
                 raise RuntimeError(
-                    f"the fused weight {entry.name!r} got a .grad: something reads it past its module, which the probe "
-                    "did not show. Its update of this step is not whole. Probe with what training runs, or set "
-                    "forge.enable = false"
+                    f"the fused weight {entry.name!r} got a .grad: something reads it past its module, which "
+                    "the probe did not show. Its update of this step is not whole. Probe with what training "
+                    "runs, or set forge.enable = false"
                 )
 
-    # ---------------------------------------------------------------- what a checkpoint needs beside the states
+    # ---------------------------------------------------------------- beside the states
 
     @property
     def held_norm(self) -> Tensor:
@@ -274,46 +260,14 @@ class ForgeOptimizer(RuleOptimizer):
         return self._clip.held
 
 
-def attach(
-    model: nn.Module,
-    groups: Sequence[ParamGroupSpec],
-    recipe: Recipe | None = None,
-    *,
-    probe: Callable[[], Any],
-    **options: Any,
-) -> ForgeOptimizer:
-    """Fuse the optimizer into a model's backward.
-
-    model: has its memory and weights, and is in the mode and under the wrappers that it trains with. Any module:
-        linears, embeddings, norms, biases and a head that owns its loss are found, whatever holds them.
-    groups, recipe: as for `RuleOptimizer`.
-    probe: runs a forward pass, as training will, and returns what the loss depends on. Called once.
-    options: micro_batches (per step), tokens (per micro-batch; chooses how they are joined), accumulation
-        (`forge.accumulation`), max_norm (lagged clipping; 0: none), undo (a refused step must leave the states of
-        affine rules as they were, even after micro-batches), seed (of stochastic rounding).
-    Raises ValueError on more than one rank.
-    """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(
-            f"forge.enable = true runs on one rank as yet, and {dist.get_world_size()} were started: start one, or "
-            "set forge.enable = false"
-        )
-    covered = cover(model, probe_readers(model, probe))
-    return ForgeOptimizer(model, groups, recipe or Recipe(), covered, **options)
-
-
-def _by_module(covered: Any) -> list[list[Covered]]:
+def _by_module(covered: Iterable[Covered]) -> list[list[Covered]]:
     grouped: dict[int, list[Covered]] = defaultdict(list)
     for one in covered:
         grouped[id(one.module)].append(one)
     return list(grouped.values())
 
 
-def _keeps_sums(states: Sequence[StoredState]) -> bool:
-    return all(state.codec.name == "fp32" or state.codec.stochastic for state in states)
-
-
-def _hyper_of(rule: UpdateRule, table: Tensor) -> Hyper:
+def _hyper_of(table: Tensor) -> Hyper:
     """Room for the vectors that micro-batches need, beside the rule's own."""
     groups = table.shape[0]
     first, later = (torch.zeros(groups, 6, device=table.device) for _ in range(2))
@@ -321,7 +275,9 @@ def _hyper_of(rule: UpdateRule, table: Tensor) -> Hyper:
 
 
 def _fill(hyper: Hyper, rule: UpdateRule) -> None:
-    """`momentum_state`'s (apply, -, -, scale, decay, gain) from the vectors of a rule that folds into its state."""
+    """`momentum_state`'s (apply, -, -, scale, decay, gain) from the vectors of a rule that folds into its
+    state.
+    """
     if (
         not isinstance(rule, LocalStateRule)
         or "m" not in {slot.name for slot in rule.slots}

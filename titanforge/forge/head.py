@@ -1,9 +1,10 @@
 """The last linear with its cross-entropy, a chunk of vocabulary rows at a time.
 
 Chunks of tokens, as the ordinary loss takes them, would leave each tile of the head's gradient partial to the
-end. A chunk of rows sees all tokens: its logits are formed again in backward from the log-sum-exp that forward
-has kept, its share of the hidden states' gradient is taken from the rows before their update, and its tiles are
-complete. Four matrix products instead of three; neither the gradient [V, D] nor all logits exist at any time.
+end. A chunk of rows sees all tokens: its logits are formed again in backward from the log-sum-exp that
+forward has kept, its share of the hidden states' gradient is taken from the rows before their update, and its
+tiles are complete. Four matrix products instead of three; neither the gradient [V, D] nor all logits exist at
+any time.
 
 N tokens, D model width, V vocabulary, R rows of a chunk.
 """
@@ -44,8 +45,8 @@ def _chunks(tokens: int, vocab_size: int) -> Iterator[tuple[int, int]]:
 def logits_gradient(logits_NR: Tensor, lse_N1: Tensor, column_N1: Tensor, scale_N1: Tensor) -> Tensor:
     """Gradient of `scale · loss` by a chunk's logits, in their dtype.
 
-    column: the label's column in this chunk; outside of 0 … R-1 it is in another. scale: 0 for a token that is not
-    counted. The label's own `p - 1` is formed by expm1, so that a confident token keeps its gradient.
+    column: the label's column in this chunk; outside of 0 … R-1 it is in another. scale: 0 for a token that
+    is not counted. The label's own `p - 1` is formed by expm1, so that a confident token keeps its gradient.
     """
     log_p_NR = logits_NR.float() - lse_N1
     inside_N1 = (column_N1 >= 0) & (column_N1 < logits_NR.shape[1])
@@ -136,8 +137,8 @@ class HeadSink(Sink):
     def product(self, dy: Tensor, x: Tensor) -> None:
         if self.plan.join == "stash":
             raise RuntimeError(
-                f"{self.name!r}: logits with a loss of one's own cannot be joined over micro-batches by a fused head: "
-                "hand the labels to the head, or set training.global_batch_size for one micro-batch"
+                f"{self.name!r}: a fused head joins micro-batches by their labels, and was called without: "
+                "hand it the labels, or set training.global_batch_size for one micro-batch"
             )
         super().product(dy, x)
 

@@ -16,8 +16,8 @@ class FusedLinear(torch.autograd.Function):
     weight's sink (FORGE, remark 2).
 
     The weight keeps `requires_grad`, so that a first layer gets a backward too; its gradient is None, so that
-    `.grad` is never set. `dtype` is what the product is computed in: a weight stored wider is cast on each use,
-    since a kept copy would be a second model.
+    `.grad` is never set. `dtype` is what the product is computed in: a weight stored wider is cast on each
+    use, since a kept copy would be a second model.
     """
 
     @staticmethod

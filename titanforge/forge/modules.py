@@ -1,10 +1,11 @@
-"""Putting fused forwards into a model: a module gets a subclass of its own class, so its names, hooks and state
-dicts stay what they are, and blocks of one kind share compiled code.
+"""Putting fused forwards into a model: a module gets a subclass of its own class, so its names, hooks and
+state dicts stay what they are, and blocks of one kind share compiled code.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from titanforge.forge.plan import Kind
 from titanforge.forge.vector import Tap
 
 
-def fuse_module(module: nn.Module, kinds: dict[str, Kind], handles: dict[str, Tensor]) -> None:
+def fuse_module(module: nn.Module, kinds: Mapping[str, Kind], handles: Mapping[str, Tensor]) -> None:
     """Let a module's parameters be consumed in backward.
 
     kinds, handles: of its fused parameters, by attribute.

@@ -1,8 +1,9 @@
 """The custom ops through which backward hands a gradient's operands to a weight's sink.
 
-An op gets the weight that it changes, which is what tells torch.compile to read it (for the input gradient, for a
-recomputed forward) before and not after, and a handle: a CPU scalar that names the sink. A tensor and not a
-number, because the compiler would build a graph for each number, and blocks of one shape shall share theirs.
+An op gets the weight that it changes, which is what tells torch.compile to read it (for the input gradient,
+for a recomputed forward) before and not after, and a handle: a CPU scalar that names the sink. A tensor and
+not a number, because the compiler would build a graph for each number, and blocks of one shape shall share
+theirs.
 """
 
 from __future__ import annotations

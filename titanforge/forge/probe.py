@@ -1,8 +1,10 @@
-"""One forward pass that shows who reads which weight: how often each module runs, and how many readers autograd saw.
+"""One forward pass that shows who reads which weight: how often each module runs, and how many readers
+autograd saw.
 
-A weight may be updated during backward only if nothing else reads it in the same step. Module calls alone do not
-show that: a weight may be read past its module (`F.linear(x, module.weight)`), or once more beside it. The graph
-of the probe's result does: every reader of a weight is an edge into the node that would accumulate its gradient.
+A weight may be updated during backward only if nothing else reads it in the same step. Module calls alone do
+not show that: a weight may be read past its module (`F.linear(x, module.weight)`), or once more beside it.
+The graph of the probe's result does: every reader of a weight is an edge into the node that would accumulate
+its gradient.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class Readers:
 def probe_readers(model: nn.Module, run: Callable[[], Any]) -> Readers:
     """Run `run` (a forward pass of `model`, with its loss) once, eagerly, and see who reads what.
 
-    run: returns a tensor, or a structure of tensors, that depends on everything a training step trains. Nothing
-    it does is kept: buffers and random states are restored.
+    run: returns a tensor, or a structure of tensors, that depends on everything a training step trains.
+    Nothing it does is kept: buffers and random states are restored.
     """
     readers = Readers()
     members = {id(module) for module in model.modules()}

@@ -1,4 +1,6 @@
-"""A weight's sink: takes what its gradient is made of during backward, and consumes it at the planned granule."""
+"""A weight's sink: takes what its gradient is made of during backward, and consumes it at the planned
+granule.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ class Clock:
     """Where the step stands; one for all sinks of an optimizer.
 
     rng: int64 (seed, step). nonfinite: int32 [1], counts tiles left out. index: of the micro-batch. running:
-    between `before_backward` and the end of the step. observe: this step chooses the first scales of fp8 states,
-    so a pass that only looks comes before each update.
+    between `before_backward` and the end of the step. observe: this step chooses the first scales of fp8
+    states, so a pass that only looks comes before each update.
     """
 
     def __init__(self, rng: Tensor, nonfinite: Tensor) -> None:
@@ -54,8 +56,8 @@ class Clock:
 class Hyper:
     """Hyperparameters of a family of groups, [groups, H] on the device; storage that never moves.
 
-    first, later: for adding a micro-batch to the state of an affine rule, `momentum_state`'s six. closing: the
-    rule's own, where the state has already decayed in this step.
+    first, later: for adding a micro-batch to the state of an affine rule, `momentum_state`'s six. closing:
+    the rule's own, where the state has already decayed in this step.
     """
 
     table: Tensor
@@ -139,7 +141,9 @@ class Sink:
         self._fold(source, self.rows_of(first_row, rows), launch, first_row or 0)
 
     def look(self, source: Source, first_row: int, rows: int) -> None:
-        """Note the magnitudes that fp8 states of these rows would have; before the first of them is consumed."""
+        """Note the magnitudes that fp8 states of these rows would have; before the first of them is
+        consumed.
+        """
         launch = self._launch(self.epilogue, self.hyper.table)
         self._look(source, self.rows_of(first_row, rows), launch)
 
@@ -224,8 +228,8 @@ class Sink:
     # ------------------------------------------------------------ the end of a step
 
     def finish(self) -> None:
-        """After the step's last backward, which may have passed this weight by: a weight that nothing reached still
-        takes the part of its step that is free of the gradient (FORGE, remark 1).
+        """After the step's last backward, which may have passed this weight by: a weight that nothing reached
+        still takes the part of its step that is free of the gradient (FORGE, remark 1).
         """
         if not self.done:
             if self._stash:

@@ -1,7 +1,7 @@
 """What a weight's gradient is made of, and the kernel that consumes it without storing it.
 
-A source can `fold` itself into a weight and its states, or `form` the gradient in fp32 where a rule has to see
-all of it.
+A source can `fold` itself into a weight and its states, or `form` the gradient in fp32 where a rule has to
+see all of it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class Product(Source):
 
 @dataclass(frozen=True)
 class Rows(Source):
-    """Row v of G is the sum of dy over the tokens whose id is v. dy: [T, D]; ids: [T]; other ids are ignored."""
+    """Row v of G is the sum of dy over the tokens whose id is v. dy: [T, D]; ids: [T]; other ids are
+    ignored.
+    """
 
     dy: Tensor
     ids: Tensor

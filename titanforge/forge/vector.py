@@ -13,8 +13,8 @@ from titanforge.forge.ops import consume_gradient
 class Tap(torch.autograd.Function):
     """The weight itself; backward hands its gradient to the weight's sink instead of to `.grad`.
 
-    Everything that reads the weight in backward has run by then: autograd completes a tensor's gradient before
-    it passes it on.
+    Everything that reads the weight in backward has run by then: autograd completes a tensor's gradient
+    before it passes it on.
     """
 
     @staticmethod

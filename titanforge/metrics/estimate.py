@@ -85,7 +85,7 @@ def estimate_memory(
     *,
     num_params: dict[str, int],
     weight_bytes: int,
-    gradient_bytes: int,
+    gradient_bytes: float,
     state_bytes_per_param: float,
     activations: int,
     dp_shard: int = 1,
@@ -97,7 +97,7 @@ def estimate_memory(
     Args:
         num_params: weights of the whole model by group.
         weight_bytes: bytes of one stored weight.
-        gradient_bytes: bytes of one stored gradient; 0 where none is stored.
+        gradient_bytes: bytes of one stored gradient, on average; 0 where none is stored.
         state_bytes_per_param: bytes of optimizer state per weight (AdamW in fp32: 8).
         activations: from :func:`activation_bytes`.
         dp_shard: ranks that share weights, gradients and states.
@@ -115,7 +115,7 @@ def estimate_memory(
     return MemoryEstimate(
         weights=shard * weight_bytes,
         states=round(shard * state_bytes_per_param),
-        gradients=shard * gradient_bytes,
+        gradients=round(shard * gradient_bytes),
         gathered=3 * layer_params * compute_bytes if dp_shard > 1 else 0,
         activations=activations,
     )

@@ -113,6 +113,12 @@ class TorchOptimizer:
             elif param.grad is not None:
                 local_tensor(param.grad).zero_()
 
+    def begin_step(self, num_micro_batches: int) -> None:
+        """As `RuleOptimizer.begin_step`."""
+
+    def before_backward(self, micro_batch_index: int, apply_flag: Tensor | None = None) -> None:
+        """As `RuleOptimizer.before_backward`."""
+
     @torch.no_grad()
     def step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
         """Update in place; see `RuleOptimizer.step`. `foreach` and `for-loop` wait for `apply_flag`."""

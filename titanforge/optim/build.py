@@ -70,13 +70,9 @@ def build_optimizer(
     Raises ValueError, naming the key, for a combination that is not possible.
     """
     groups = build_groups(model, options)
-    if options.master_weights != "none" and training_dtype != "bfloat16":
-        raise ValueError(
-            f"optimizer.master_weights = {options.master_weights!r} is for bfloat16 weights; with "
-            f'training.dtype = {training_dtype!r} set it to "none"'
-        )
+    recipe = build_recipe(options, training_dtype)
     if options.implementation == "native":
-        return RuleOptimizer(groups, Recipe(options.state_dtype, options.master_weights), seed=seed)
+        return RuleOptimizer(groups, recipe, seed=seed)
     for key, value, only in (
         # torch.optim keeps states in the weights' dtype: the default is not read.
         ("state_dtype", options.state_dtype, ("float32", training_dtype)),
@@ -88,6 +84,16 @@ def build_optimizer(
                 f"not {options.implementation!r}"
             )
     return TorchOptimizer(groups, options.implementation)
+
+
+def build_recipe(options: OptimizerOptions, training_dtype: str) -> Recipe:
+    """How states and weights are stored. Raises ValueError, naming the key, for what is not possible."""
+    if options.master_weights != "none" and training_dtype != "bfloat16":
+        raise ValueError(
+            f"optimizer.master_weights = {options.master_weights!r} is for bfloat16 weights; with "
+            f'training.dtype = {training_dtype!r} set it to "none"'
+        )
+    return Recipe(options.state_dtype, options.master_weights)
 
 
 def build_groups(model: nn.Module, options: OptimizerOptions) -> list[ParamGroupSpec]:

@@ -156,6 +156,12 @@ class RuleOptimizer:
             elif entry.param.grad is not None:
                 local_tensor(entry.param.grad).zero_()
 
+    def begin_step(self, num_micro_batches: int) -> None:
+        """Before a step's first micro-batch. Here gradients wait in `.grad`, and there is nothing to do."""
+
+    def before_backward(self, micro_batch_index: int, apply_flag: Tensor | None = None) -> None:
+        """Before each backward; for engines that update during it."""
+
     @torch.no_grad()
     def step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
         """Update all weights and states in place.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titanforge.config.sections import Optimizer as OptimizerConfig
+from titanforge.forge import Steps, build_forge_optimizer
 from titanforge.models.initialization import initialize_weights
 from titanforge.models.registry import build_model
 from titanforge.optim import build_optimizer
@@ -27,7 +28,7 @@ from titanforge.parallelisms import (
 )
 
 CompileMode = Literal["none", "blocks", "whole"]
-UPDATES = ("torch-fused", "torch-foreach", "native")
+UPDATES = ("torch-fused", "torch-foreach", "native", "forge", "forge-int8")
 
 
 class Update(Protocol):
@@ -38,6 +39,9 @@ class Update(Protocol):
 
     def prepare(self) -> None:
         """Host side of a step, before its launches; not captured in a graph."""
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Between forward and backward, in which a fused update changes the weights."""
 
     def step(self) -> None:
         """Device side: clip if asked, and update."""
@@ -108,6 +112,9 @@ class TorchAdamW:
     def prepare(self) -> None:
         pass
 
+    def before_backward(self, loss: Tensor) -> None:
+        pass
+
     def step(self) -> None:
         if self.max_norm > 0:
             clip_grad_norm_(self.parameters, self.max_norm)
@@ -138,6 +145,9 @@ class Native:
     def prepare(self) -> None:
         self.optimizer.prepare_step()
 
+    def before_backward(self, loss: Tensor) -> None:
+        pass
+
     def step(self) -> None:
         scale = None
         if self.max_norm > 0:
@@ -145,10 +155,45 @@ class Native:
         self.optimizer.apply_step(grad_scale=scale)
 
     def state_tensors(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        for slots in self.optimizer.state_dict()["state"].values():
-            found += [value for value in slots.values() if isinstance(value, Tensor)]
-        return found
+        return list(_tensors_in(self.optimizer.state_dict()["state"]))
+
+
+class Forge:
+    """The same rule run in backward, where each weight gradient is made: no gradient is stored."""
+
+    def __init__(self, model: nn.Module, *, lr: float, max_norm: float, state_dtype: Any) -> None:
+        if max_norm > 0:
+            raise ValueError("the fused arms are timed without clipping: --max-norm 0")
+        config = OptimizerConfig(name="AdamW", lr=lr, implementation="native", state_dtype=state_dtype)
+        vocab_size, device = model.args.vocab_size, next(model.parameters()).device  # pyright: ignore
+        tokens = torch.arange(8, device=device)[None] % vocab_size
+        self.optimizer: Any = build_forge_optimizer(
+            model, config, "bfloat16", probe=lambda: model(tokens, None, None, tokens), steps=Steps()
+        )
+        self.optimizer.set_lr(1.0)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def prepare(self) -> None:
+        self.optimizer.begin_step(1)
+
+    def before_backward(self, loss: Tensor) -> None:
+        self.optimizer.before_backward(0, torch.isfinite(loss))
+
+    def step(self) -> None:
+        self.optimizer.apply_step()
+
+    def state_tensors(self) -> list[Tensor]:
+        return list(_tensors_in(self.optimizer.state_dict()["state"]))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
 
 
 def build_update(
@@ -157,6 +202,9 @@ def build_update(
     """One of `UPDATES` over all parameters of the model."""
     if kind == "native":
         return Native(model, lr=lr, max_norm=max_norm)
+    if kind.startswith("forge"):
+        state_dtype = "int8" if kind == "forge-int8" else "bfloat16"
+        return Forge(model, lr=lr, max_norm=max_norm, state_dtype=state_dtype)
     return TorchAdamW(model, lr=lr, max_norm=max_norm, fused=kind == "torch-fused", capturable=capturable)
 
 
@@ -170,6 +218,7 @@ class TrainStep:
     def forward_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean token loss, fp32 scalar on the device; gradients are left in `.grad`."""
         loss = self.model(tokens, None, None, labels) / labels.numel()
+        self.update.before_backward(loss.detach())
         loss.backward()
         return loss.detach()
 

@@ -48,6 +48,11 @@ METHODS: dict[str, tuple[str, CompileMode, bool]] = {
     "native-eager": ("native", "none", False),
     "native-compiled": ("native", "blocks", False),
     "native-graph": ("native", "blocks", True),
+    "forge-eager": ("forge", "none", False),
+    "forge-compiled": ("forge", "blocks", False),
+    "forge-graph": ("forge", "blocks", True),
+    "forge-int8-graph": ("forge-int8", "blocks", True),
+    "forge-int8-compiled": ("forge-int8", "blocks", False),
 }
 # What the best torch.optim arm must reach on one H200 at 512 tokens.
 TARGET_MS, TARGET_GIB = 88.4, 61.97

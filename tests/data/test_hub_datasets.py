@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import pickle
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
 import torch
 
 from tests.data.corpus import loader, ranks, rows, step, texts, write_jsonl
+from tests.data.local_hub import serve_dataset
 from tests.data.test_sources import parquet
 from titanforge.data import (
     DataError,
@@ -118,6 +123,8 @@ def test_resume_again_and_again_on_other_layouts(folder, streams):
 
 
 def test_workers_change_nothing(folder):
+    if "json" in folder:
+        pytest.skip("two of the three kinds are enough for spawned processes")
     reference, helped = hf(folder), hf(folder, num_workers=2)
     for _ in range(6):
         assert step([helped]) == step([reference])
@@ -250,3 +257,85 @@ def test_a_stream_and_files_in_one_mix(folder, tmp_path):
     resumed.load_state_dict(state)
     assert step([resumed]) == step(one)
     assert set(one[0].source_tokens()) == {"streamed", "a"}
+
+
+BY_NAME = """
+import json
+from collections import Counter
+from tests.data.corpus import loader, ranks, step
+from titanforge.data import build_tokenizer, build_validation_loader, merge_states
+from titanforge.data.sources import open_source
+if __name__ == "__main__":
+    settings = {"dataset": "c4", "num_streams": 2, "global_batch_size": 4, "validation_fraction": 0.3}
+    one, two = [loader(None, **settings)], ranks(None, 2, **settings)
+    for _ in range(5):
+        assert step(one) == step(two)
+    resumed = loader(None, **{**settings, "num_workers": 1})
+    resumed.load_state_dict(merge_states([each.state_dict() for each in two]))
+    for _ in range(30):
+        assert step([resumed]) == step(one)
+    print(one[0].plan.mix.sides[0].source.name, one[0].epoch)
+    source = open_source("c4_validation", None, "text")
+    print(list(source.read_shard(0, 8)))
+    held = dict(dataset="c4", dataset_path=None, text_key="text", tokenizer=build_tokenizer("byte"),
+                seq_len=16, local_batch_size=2, dp_rank=0, dp_world=1, document_mask=True, validation_fraction=0.3)
+    print(len(build_validation_loader(**held, steps=3)))
+    for attempt in (
+        lambda: build_validation_loader(**held),
+        lambda: open_source("c4", None, "text", subset="xx"),
+        lambda: open_source("huggingface", "owner/none", "text"),
+    ):
+        try:
+            attempt()
+        except (ValueError, FileNotFoundError) as error:
+            print(type(error).__name__, " ".join(str(error).split()))
+"""
+
+
+def test_by_name_from_a_hub(tmp_path):
+    """C4's own layout (a subset of compressed JSON Lines), over HTTP from a hub on this machine."""
+
+    def compressed(rows: list[str]) -> bytes:
+        return gzip.compress("".join(json.dumps({"text": row, "url": "x"}) + "\n" for row in rows).encode())
+
+    card = """---
+configs:
+- config_name: en
+  data_files:
+  - {split: train, path: en/c4-train.*.json.gz}
+  - {split: validation, path: en/c4-validation.*.json.gz}
+---
+"""
+    files = {
+        "README.md": card.encode(),
+        "en/c4-validation.00000-of-00001.json.gz": compressed([f"validation {i}" for i in range(10)]),
+    }
+    for shard in range(3):
+        rows = [f"row {i} of shard {shard}" for i in range(40)]
+        files[f"en/c4-train.{shard:05}-of-00003.json.gz"] = compressed(rows)
+    script = tmp_path / "by_name.py"
+    script.write_text(BY_NAME)
+    with serve_dataset("allenai/c4", files) as endpoint:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+            "PYTHONPATH": os.getcwd(),
+            "OMP_NUM_THREADS": "1",
+        }
+        environment.pop("HF_HUB_OFFLINE", None)
+        done = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=150
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    name, validation, batches, endless, subset, missing = done.stdout.splitlines()
+    assert name.startswith("c4 (allenai/c4), en, train ") and int(name.split()[-1]) >= 1
+    assert validation == "['validation 8', 'validation 9']"
+    assert batches == "3"
+    assert endless.startswith(
+        "ValueError validation.steps = -1: c4 (allenai/c4), en, train would be read to its"
+    )
+    assert subset.startswith(
+        "ValueError c4 (allenai/c4), xx, train: BuilderConfig 'xx' not found. Available: ['en']"
+    )
+    assert missing.startswith("FileNotFoundError huggingface (owner/none), train: ")

@@ -108,8 +108,9 @@ class HuggingFaceSource(ShardedSource):
         except (ConnectionError, OSError) as error:
             if self.bounded or isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(f"{self.name}: {error}") from error
+            reason = " ".join(str(error).split())
             raise DataError(
-                f"{self.name}: the Hugging Face hub cannot be reached: {error}. Without a network, bring the "
+                f"{self.name}: the Hugging Face hub cannot be reached: {reason}. Without a network, bring the "
                 "files (python scripts/download_assets.py --dataset ...) and name their folder: "
                 'training.dataset = "huggingface", training.dataset_path = FOLDER.'
             ) from error

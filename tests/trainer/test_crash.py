@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 from tests.trainer.live import LiveRun, saved_steps
@@ -25,13 +26,17 @@ def test_kill_9_in_a_save_and_a_truncated_checkpoint_cost_only_the_steps_since(t
             model__n_layers=6,
         )
 
-    with LiveRun(folder, arguments(1000), ranks=2) as run:
-        run.wait_for(lambda: len(saved_steps(folder)) >= 3 and run.saving())
-        run.kill(signal.SIGKILL, rank=0)
-        assert run.end() == 1, "torchrun ends the other rank, too"
-        assert "Signal 9 (SIGKILL)" in run.errors
-        left = run.saving()
-    assert left is not None, "the save was over before the signal"
+    left = None
+    while left is None:  # as long as the save is over before the signal; the test's time limit ends that
+        with LiveRun(folder, arguments(1000), ranks=2) as run:
+            run.wait_for(lambda run=run: run.steps_logged() > 0)
+            pid = run.pid(0)  # looked up early, as that takes a while
+            begun = run.steps_logged()
+            run.wait_for(lambda run=run, begun=begun: run.steps_logged() >= begun + 6 and run.saving())
+            os.kill(pid, signal.SIGKILL)
+            assert run.end() == 1, "torchrun ends the other rank, too"
+            assert "Signal 9 (SIGKILL)" in run.errors
+            left = run.saving()
     good = saved_steps(folder)
     assert left.name == f"step-{good[-1] + 2}.tmp"
     killed = {line["step"]: line["loss"] for line in training_lines(folder)}

@@ -278,7 +278,8 @@ if __name__ == "__main__":
     source = open_source("c4_validation", None, "text")
     print(list(source.read_shard(0, 8)))
     held = dict(dataset="c4", dataset_path=None, text_key="text", tokenizer=build_tokenizer("byte"),
-                seq_len=16, local_batch_size=2, dp_rank=0, dp_world=1, document_mask=True, validation_fraction=0.3)
+                seq_len=16, local_batch_size=2, dp_rank=0, dp_world=1, document_mask=True,
+                validation_fraction=0.3)
     print(len(build_validation_loader(**held, steps=3)))
     for attempt in (
         lambda: build_validation_loader(**held),

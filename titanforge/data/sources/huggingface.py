@@ -110,8 +110,8 @@ class HuggingFaceSource(ShardedSource):
                 raise FileNotFoundError(f"{self.name}: {error}") from error
             reason = " ".join(str(error).split())
             raise DataError(
-                f"{self.name}: the Hugging Face hub cannot be reached: {reason}. Without a network, bring the "
-                "files (python scripts/download_assets.py --dataset ...) and name their folder: "
+                f"{self.name}: the Hugging Face hub cannot be reached: {reason}. Without a network, bring "
+                "the files (python scripts/download_assets.py --dataset ...) and name their folder: "
                 'training.dataset = "huggingface", training.dataset_path = FOLDER.'
             ) from error
         except ValueError as error:  # a subset is missing or unknown; the message lists them

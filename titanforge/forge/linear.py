@@ -15,8 +15,9 @@ class FusedLinear(torch.autograd.Function):
     """`Y = X Wᵀ + b`; backward takes `dX = dY W` from the weight before its update, then hands (dY, X) to the
     weight's sink (FORGE, remark 2).
 
-    The weight keeps `requires_grad`, so that a first layer gets a backward too; its gradient is None, so that
-    `.grad` is never set. `dtype` is what the product is computed in: a weight stored wider is cast on each
+    weight: the stored one detached, on the same memory: what is changed in backward must not require grad, or
+    torch 2.11 does not compile it. The handle requires it instead, so that a first layer gets a backward too;
+    its gradient is None. `dtype` is what the product is computed in: a weight stored wider is cast on each
     use, since a kept copy would be a second model.
     """
 
@@ -42,7 +43,7 @@ def fused_linear(
 ) -> Tensor:
     """The linear in `dtype`, or in autocast's where that is on.
 
-    x: [..., K]; weight: [N, K], as stored; bias: [N] or None; handle: of the weight's sink.
+    x: [..., K]; weight: [N, K], as stored, detached; bias: [N] or None; handle: of the weight's sink.
     """
     device_type = x.device.type
     if torch.is_autocast_enabled(device_type):

@@ -27,6 +27,7 @@ def fuse_module(module: nn.Module, kinds: Mapping[str, Kind], handles: Mapping[s
         read = getattr(module, attribute)
         # What the module computes in: a mixed-precision class reads its weights as their cast.
         setattr(module, f"_forge_{attribute}", handle)
+        setattr(module, f"_forge_{attribute}_data", module._parameters[attribute].detach())  # pyright: ignore
         setattr(module, f"_forge_{attribute}_dtype", read.dtype)
     vectors = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "vector"))
     module.__class__ = _fused_class(type(module), kinds.get("weight"), vectors)
@@ -53,10 +54,10 @@ def _fused_class(base: type[nn.Module], kind: Kind | None, vectors: tuple[str, .
 
 
 def _tapped(attribute: str) -> property:
-    handle, dtype = f"_forge_{attribute}", f"_forge_{attribute}_dtype"
+    handle, data, dtype = (f"_forge_{attribute}{suffix}" for suffix in ("", "_data", "_dtype"))
 
     def read(self: nn.Module) -> Tensor:
-        tapped = Tap.apply(self._parameters[attribute], getattr(self, handle))
+        tapped = Tap.apply(getattr(self, data), getattr(self, handle))
         assert isinstance(tapped, Tensor)
         return tapped.to(getattr(self, dtype))
 
@@ -67,8 +68,9 @@ def _linear_forward(base: type[nn.Module]):
     def forward(self: Any, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return base.forward(self, input)
-        weight = self._parameters["weight"]
-        return fused_linear(input, weight, self.bias, self._forge_weight, self._forge_weight_dtype)
+        return fused_linear(
+            input, self._forge_weight_data, self.bias, self._forge_weight, self._forge_weight_dtype
+        )
 
     return forward
 
@@ -77,8 +79,9 @@ def _embedding_forward(base: type[nn.Module]):
     def forward(self: Any, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return base.forward(self, input)
-        weight = self._parameters["weight"]
-        return FusedEmbedding.apply(weight, input, self._forge_weight, self._forge_weight_dtype)
+        return FusedEmbedding.apply(
+            self._forge_weight_data, input, self._forge_weight, self._forge_weight_dtype
+        )
 
     return forward
 
@@ -87,7 +90,7 @@ def _head_forward(base: type[nn.Module]):
     def forward(self: Any, input: Tensor, labels: Tensor | None = None) -> Tensor:
         if not torch.is_grad_enabled():
             return base.forward(self, input, labels)
-        weight, dtype = self._parameters["weight"], self._forge_weight_dtype
+        weight, dtype = self._forge_weight_data, self._forge_weight_dtype
         if labels is None:
             return fused_linear(input, weight, None, self._forge_weight, dtype)
         return fused_head_loss(input, weight, labels, self._forge_weight, dtype)

@@ -3,7 +3,7 @@
 An op gets the weight that it changes, which is what tells torch.compile to read it (for the input gradient,
 for a recomputed forward) before and not after, and a handle: a CPU scalar that names the sink. A tensor and
 not a number, because the compiler would build a graph for each number, and blocks of one shape shall share
-theirs.
+theirs. It requires grad in the weight's place (see `linear`); fp64 is exact for any number of sinks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def register_sink(sink: Sink) -> Tensor:
     """A handle for the sink, which the caller keeps alive."""
     number = next(_numbers)
     _sinks[number] = sink
-    return torch.tensor(number)
+    return torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
 
 
 def sink_of(handle: Tensor) -> Sink:
     """The sink that a handle names."""
-    sink = _sinks.get(int(handle))
+    sink = _sinks.get(int(handle.detach()))
     if sink is None:
         raise RuntimeError("this model was attached by an optimizer that is gone: attach it again")
     return sink

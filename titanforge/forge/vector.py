@@ -11,7 +11,7 @@ from titanforge.forge.ops import consume_gradient
 
 
 class Tap(torch.autograd.Function):
-    """The weight itself; backward hands its gradient to the weight's sink instead of to `.grad`.
+    """The weight itself, given detached (see `linear`); backward hands its gradient to the weight's sink.
 
     Everything that reads the weight in backward has run by then: autograd completes a tensor's gradient
     before it passes it on.

@@ -68,9 +68,9 @@ class Metrics:
 @dataclass
 class Model:
     name: str = "llama3"
-    """Model family."""
+    """Model family: `llama3`, `qwen3` or `gpt2`."""
     flavor: str = "debugmodel"
-    """Size within the family."""
+    """Size within the family: see docs/models.md for the list."""
     hf_assets_path: str = ""
     """Folder with the tokenizer's files (and weights, for checkpoint.initial_load_in_hf)."""
     dim: int | None = None

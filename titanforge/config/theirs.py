@@ -23,7 +23,7 @@ _QUANTIZE = (
     "training in float8 or MX formats is not available; training.mixed_precision_param sets the compute dtype"
 )
 _PIPELINE = "pipeline stages are not available; leave parallelism.pipeline_parallel_degree = 1"
-_EXPERTS = "there are no expert models; leave parallelism.expert_parallel_degree = 1"
+_EXPERTS = "expert parallelism is not available; leave parallelism.expert_parallel_degree = 1"
 _TENSOR = "tensor parallelism is not available; leave parallelism.tensor_parallel_degree = 1"
 _FAULT_TOLERANCE = (
     "nothing restarts replicas one by one; use checkpoint.interval and `torchrun --max-restarts`"
@@ -110,7 +110,9 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     "validation.dataloader.persistent_workers": ForeignKey(_VALIDATION_LOADER),
     "validation.dataloader.pin_memory": ForeignKey(_VALIDATION_LOADER),
     "validation.dataloader.prefetch_factor": ForeignKey(_VALIDATION_LOADER),
-    "debug.moe_force_load_balance": ForeignKey(_EXPERTS, (False,)),
+    "debug.moe_force_load_balance": ForeignKey(
+        "model.moe_balancing says how the router is balanced", (False,)
+    ),
 }
 """Dotted key → what to use instead."""
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 transformers = pytest.importorskip("transformers")
 
 from tests.models.huggingface_models import CONFIGS, logits, random_model  # noqa: E402
+from tests.models.published_configs import PUBLISHED  # noqa: E402
 from titanforge.checkpoint import huggingface as files  # noqa: E402
 from titanforge.models.huggingface import form_from_config, form_of  # noqa: E402
 from titanforge.models.initialization import initialize_weights  # noqa: E402
@@ -98,6 +99,14 @@ def test_every_size_has_a_form_that_covers_its_parameters(family):
         form = form_of(args)
         assert set(form.sources()) == {name for name, _ in model.named_parameters()}
         form.check(form.config(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("family", "flavor"), PUBLISHED)
+def test_published_config_is_our_size(family, flavor):
+    with torch.device("meta"):
+        _, args = build_model(family, flavor, seq_len=1024)
+    form_of(args).check(PUBLISHED[family, flavor])
+    assert form_from_config(PUBLISHED[family, flavor]).family == family
 
 
 def test_published_gpt2_has_no_prefix_and_carries_masks(tmp_path):

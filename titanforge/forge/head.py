@@ -89,7 +89,8 @@ def consume_head(
     """The hidden states' gradient [N, D]; the weight's goes to its sink."""
     sink = sink_of(handle)
     assert isinstance(sink, HeadSink)
-    return sink.loss(weight_VD, _Tokens(hidden_ND, labels_N, lse_N, grad_loss))
+    with sink.writing_to(weight_VD):
+        return sink.loss(weight_VD, _Tokens(hidden_ND, labels_N, lse_N, grad_loss))
 
 
 @consume_head.register_fake

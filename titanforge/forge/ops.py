@@ -1,9 +1,10 @@
 """The custom ops through which backward hands a gradient's operands to a weight's sink.
 
 An op gets the weight that it changes, which is what tells torch.compile to read it (for the input gradient,
-for a recomputed forward) before and not after, and a handle: a CPU scalar that names the sink. A tensor and
-not a number, because the compiler would build a graph for each number, and blocks of one shape shall share
-theirs. It requires grad in the weight's place (see `linear`); fp64 is exact for any number of sinks.
+for a recomputed forward) before and not after. That tensor may be a copy, which the graph then copies back, so
+sinks write to what they are given. And it gets a handle, a CPU scalar that names the sink: a tensor and not a
+number, because the compiler would build a graph for each number, and blocks of one shape shall share theirs.
+The handle requires grad in the weight's place (see `linear`); fp64 is exact for any number of sinks.
 """
 
 from __future__ import annotations
@@ -40,19 +41,25 @@ def sink_of(handle: Tensor) -> Sink:
 @torch.library.custom_op("titanforge::forge_product", mutates_args=("weight",))
 def consume_product(weight: Tensor, dy: Tensor, x: Tensor, handle: Tensor) -> None:
     """dy: [..., N], x: [..., K]: the gradient of a linear's weight is dyᵀ x."""
-    sink_of(handle).product(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+    sink = sink_of(handle)
+    with sink.writing_to(weight):
+        sink.product(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
 
 
 @torch.library.custom_op("titanforge::forge_rows", mutates_args=("weight",))
 def consume_rows(weight: Tensor, dy: Tensor, ids: Tensor, handle: Tensor) -> None:
     """dy: [..., D], ids: [...]: the gradient of an embedding."""
-    sink_of(handle).rows(dy.reshape(-1, dy.shape[-1]), ids.reshape(-1))
+    sink = sink_of(handle)
+    with sink.writing_to(weight):
+        sink.rows(dy.reshape(-1, dy.shape[-1]), ids.reshape(-1))
 
 
 @torch.library.custom_op("titanforge::forge_gradient", mutates_args=("weight",))
 def consume_gradient(weight: Tensor, gradient: Tensor, handle: Tensor) -> None:
     """gradient: complete, of the weight's shape."""
-    sink_of(handle).whole(gradient)
+    sink = sink_of(handle)
+    with sink.writing_to(weight):
+        sink.whole(gradient)
 
 
 for _op in (consume_product, consume_rows):

@@ -4,7 +4,8 @@ granule.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -70,15 +71,16 @@ class Hyper:
 class Sink:
     """One fused weight.
 
-    item: makes its tensors as the ordinary engine sees them. padding_idx: of an embedding; that row gets no
-    gradient. touched: micro-batches of this step that have reached it. done: the step's gradient is consumed.
+    make_item: makes its tensors as the ordinary engine sees them. padding_idx: of an embedding; that row gets
+    no gradient. touched: micro-batches of this step that have reached it. done: the step's gradient is
+    consumed.
     """
 
     name: str
     rule: UpdateRule
     placement: Placement
     plan: ParamPlan
-    item: Callable[[], LocalWeight]
+    make_item: Callable[[], LocalWeight]
     hyper: Hyper
     hyper_row: int
     clock: Clock
@@ -88,6 +90,7 @@ class Sink:
     _norms: dict[int, Tensor] = field(default_factory=dict)
     _stash: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _sum: Tensor | None = None
+    _given: Tensor | None = None
 
     # ------------------------------------------------------------ what backward calls
 
@@ -271,6 +274,22 @@ class Sink:
         """The rule's, or A's alone where U reads more than a coordinate."""
         assert isinstance(self.rule, LocalStateRule)
         return self.rule.epilogue
+
+    @contextmanager
+    def writing_to(self, weight: Tensor) -> Iterator[None]:
+        """Update this tensor instead of the parameter: a compiled graph may hand a copy, and copy it back."""
+        self._given = weight
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def item(self) -> LocalWeight:
+        """The weight's tensors as the ordinary engine sees them."""
+        item = self.make_item()
+        if self._given is None:
+            return item
+        return replace(item, **{"weight" if item.copy is None else "copy": self._given.detach()})
 
     def target(self) -> Target:
         """Weight and states as kernels take them."""

@@ -1,0 +1,95 @@
+"""Activation checkpointing, torch.compile, mixed precision and autocast around fused weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.forge.toy import (
+    fuse,
+    largest_difference,
+    llama,
+    llama_loss,
+    options_of,
+    ordinary,
+    same,
+    train,
+    weights,
+)
+from titanforge.parallelisms import apply_activation_checkpoint, apply_compile, apply_mixed_precision
+
+
+@pytest.mark.parametrize(("mode", "option"), [("full", "op"), ("selective", "op"), ("selective", "2")])
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+def test_checkpointed_blocks_are_exact(name: str, mode: str, option: str) -> None:
+    """Each block is computed again from weights that no update has touched yet."""
+    plain, recomputed = llama(), llama()
+    apply_activation_checkpoint(recomputed, mode, option)
+    options = options_of(name)
+    first, second = fuse(plain, options), fuse(recomputed, options)
+    assert all(line.plan.fused for line in second.plan)
+    assert train(plain, first, 0, 4) == train(recomputed, second, 0, 4)
+    assert same(weights(plain), weights(recomputed))
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_compiled_blocks_are_one_graph_and_equal(mode: str) -> None:
+    plain, compiled = llama(), llama()
+    apply_activation_checkpoint(compiled, mode, "op")
+    apply_compile(compiled, "aot_eager")
+    compiled.output.compile(backend="aot_eager", fullgraph=True)
+    options = options_of()
+    first, second = fuse(plain, options), fuse(compiled, options)
+    assert all(line.plan.fused for line in second.plan)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    losses = train(compiled, second, 0, 3)
+    assert train(plain, first, 0, 3) == pytest.approx(losses, abs=1e-6)
+    assert largest_difference(weights(plain), weights(compiled)) < 2e-6
+    assert all(param.grad is None for param in compiled.parameters())
+    # Two blocks share one graph; the second comes from inputs that need no gradient or do.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_compiled_with_inductor() -> None:
+    plain, compiled = llama(n_layers=1), llama(n_layers=1)
+    apply_compile(compiled)
+    options = options_of()
+    first, second = fuse(plain, options), fuse(compiled, options)
+    losses = train(compiled, second, 0, 3)
+    assert train(plain, first, 0, 3) == pytest.approx(losses, abs=1e-5)
+    assert largest_difference(weights(plain), weights(compiled)) < 2e-5
+    assert all(param.grad is None for param in compiled.parameters())
+
+
+@pytest.mark.parametrize("way", ["stored", "autocast"])
+def test_products_in_bfloat16_of_float32_weights(way: str) -> None:
+    """The gradient reaches the rule in fp32, without the rounding that a stored one has."""
+    fused, plain = llama(), llama()
+
+    def loss(model: torch.nn.Module, number: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            return llama_loss(model, number)
+
+    if way == "stored":
+        for model in (fused, plain):
+            apply_mixed_precision(model, torch.bfloat16)
+    options = options_of("sgd", lr=0.1)
+    optimizer = fuse(fused, options, loss=loss)
+    assert all(line.plan.fused for line in optimizer.plan)
+    first = train(fused, optimizer, 0, 5, loss=loss)
+    assert first == pytest.approx(train(plain, ordinary(plain, options), 0, 5, loss=loss), abs=5e-3)
+    moved = largest_difference(weights(plain), weights(llama()))
+    assert largest_difference(weights(fused), weights(plain)) < 0.02 * moved
+
+
+def test_the_compute_dtype_is_that_of_the_ordinary_model() -> None:
+    fused, plain = llama(), llama()
+    for model in (fused, plain):
+        apply_mixed_precision(model, torch.bfloat16)
+    fuse(fused, options_of())
+    tokens = torch.arange(8).unsqueeze(0)
+    assert fused(tokens).dtype == plain(tokens).dtype == torch.bfloat16
+    assert torch.equal(fused(tokens), plain(tokens))

@@ -1,0 +1,235 @@
+"""Which parameters are fused, and the reason for each that is not; what happens when the probe was wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.forge.toy import fuse, llama, options_of, ordinary, train, weights
+from titanforge.forge.coverage import cover
+from titanforge.forge.probe import probe_readers
+
+
+class Zoo(nn.Module):
+    """One module of each kind that is fused, and one for each reason not to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(20, 8, padding_idx=3)
+        self.scaled = nn.Embedding(20, 8, scale_grad_by_freq=True)
+        self.linear = nn.Linear(8, 8)
+        self.twice = nn.Linear(8, 8)
+        self.bypassed = nn.Linear(8, 8)
+        self.read_beside = nn.Linear(8, 8, bias=False)
+        self.unused = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.own = Own(8, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+        self.plain = nn.Parameter(torch.randn(8, 8))
+        self.conv = nn.Conv1d(8, 8, 1)
+        self.replaced = nn.Linear(8, 8, bias=False)
+        self.replaced.forward = lambda x: x @ self.replaced.weight
+        self.wide = nn.Linear(8, 8, bias=False).double()
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.scaled(ids)
+        x = checkpoint(self.linear, x, use_reentrant=False)
+        x = self.twice(self.twice(x))
+        x = F.linear(x, self.bypassed.weight, self.bypassed.bias)
+        x = self.read_beside(x) + x @ self.read_beside.weight
+        x = self.own(self.frozen(self.norm(x))) @ self.plain
+        x = self.replaced(self.conv(x.transpose(-1, -2)).transpose(-1, -2))
+        return self.head(self.wide(x.double()).float()).square().mean()
+
+
+class Own(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+REASONS = {
+    "embed.weight": "tied: embed.weight and head.weight are one tensor",
+    "scaled.weight": "an embedding with scale_grad_by_freq",
+    "linear.weight": "",
+    "linear.bias": "",
+    "twice.weight": "its module is called 2 times in a forward",
+    "twice.bias": "its module is called 2 times in a forward",
+    "bypassed.weight": "bypassed: read without calling its module",
+    "bypassed.bias": "bypassed: read without calling its module",
+    "read_beside.weight": "read 2 times in a forward",
+    "unused.weight": "not used in the probe forward",
+    "unused.bias": "not used in the probe forward",
+    "own.weight": "Own has a forward of its own",
+    "norm.weight": "",
+    "norm.bias": "",
+    "plain": "a plain parameter of Zoo, which is no linear, embedding or norm",
+    "conv.weight": "a plain parameter of Conv1d, which is no linear, embedding or norm",
+    "conv.bias": "",
+    "replaced.weight": "the forward of this Linear was replaced",
+    "wide.weight": "float64 weights have no kernel",
+}
+IDS = torch.arange(6).view(2, 3)
+
+
+def zoo_loss(model: nn.Module, number: int) -> Tensor:
+    return model((IDS + number) % 20)
+
+
+def test_every_reason() -> None:
+    model = Zoo()
+    covered = cover(model, probe_readers(model, lambda: model(IDS)))
+    assert {name: one.placement.excluded for name, one in covered.items()} == REASONS
+    kinds = {name: one.placement.kind for name, one in covered.items() if not one.placement.excluded}
+    assert set(kinds.values()) == {"linear", "vector"}
+
+
+def test_the_report_says_what_goes_where() -> None:
+    model = Zoo()
+    report = fuse(model, options_of(), loss=zoo_loss).report()
+    assert report.startswith("forge: 9.")
+    for reason in set(REASONS.values()) - {""}:
+        assert reason in report
+    assert "frozen          1 weights" in report
+    assert "(read_beside.weight)" in report
+
+
+def test_what_is_not_fused_trains_as_ever() -> None:
+    fused, plain = Zoo(), Zoo()
+    options = options_of()
+    optimizer, reference = fuse(fused, options, loss=zoo_loss), ordinary(plain, options)
+    train(fused, optimizer, 0, 10, loss=zoo_loss)
+    train(plain, reference, 0, 10, loss=zoo_loss)
+    ours, theirs = weights(fused), weights(plain)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=2e-5, msg=name)
+    assert torch.equal(fused.frozen.weight, Zoo().frozen.weight)
+    assert not torch.equal(fused.linear.weight, Zoo().linear.weight)
+
+
+def test_padding_row_gets_no_gradient() -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(20, 8, padding_idx=3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return (self.embed(ids) - 1).square().mean()
+
+    fused, plain = Bag(), Bag()
+    options = options_of()
+    optimizer = fuse(fused, options, loss=zoo_loss)
+    assert all(line.plan.fused for line in optimizer.plan)
+    train(fused, optimizer, 0, 5, loss=zoo_loss)
+    train(plain, ordinary(plain, options), 0, 5, loss=zoo_loss)
+    torch.testing.assert_close(fused.embed.weight, plain.embed.weight, rtol=0, atol=1e-6)
+    assert torch.equal(fused.embed.weight[3], torch.zeros(8))
+
+
+def test_tied_llama_fuses_all_but_the_table() -> None:
+    fused, plain = llama(tie_embeddings=True), llama(tie_embeddings=True)
+    options = options_of()
+    optimizer = fuse(fused, options)
+    excluded = [line.name for line in optimizer.plan if not line.plan.fused]
+    assert excluded == ["tok_embeddings.weight"]
+    losses = train(fused, optimizer, 0, 10)
+    assert losses == pytest.approx(train(plain, ordinary(plain, options), 0, 10), abs=1e-5)
+
+
+def test_the_probe_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    probe_readers(model, lambda: model(torch.ones(3, 4)))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(param.grad is None for param in model.parameters())
+
+
+class Changing(nn.Module):
+    """Does something else than it did in the probe."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.other, self.way = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.way == "twice":
+            x = self.linear(x)
+        if self.way == "bypass":
+            x = x @ self.linear.weight
+        return (x if self.way == "skip" else self.other(x)).square().mean()
+
+
+def changing_loss(model: nn.Module, number: int) -> Tensor:
+    return model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number)))
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [("twice", "modified by an inplace operation"), ("bypass", r"'linear\.weight' got a \.grad")],
+)
+def test_a_use_that_the_probe_did_not_show_is_an_error(way: str, message: str) -> None:
+    """Autograd itself notices a weight that changed before its second use."""
+    model = Changing("")
+    optimizer = fuse(model, options_of(), loss=changing_loss)
+    model.way = way
+    with pytest.raises(RuntimeError, match=message):
+        train(model, optimizer, 0, 1, loss=changing_loss)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "lamb", "adafactor", "lion"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_weight_that_a_step_passes_by_takes_its_gradient_free_part(name: str, micro_batches: int) -> None:
+    """As the ordinary engine does for a parameter without gradient: states and weight decay."""
+    fused, plain = Changing(""), Changing("")
+    options = options_of(name)
+    optimizer = fuse(fused, options, loss=changing_loss, micro_batches=micro_batches, tokens=4)
+    reference = ordinary(plain, options)
+    for model, each in ((fused, optimizer), (plain, reference)):
+        train(model, each, 0, 3, loss=changing_loss, micro_batches=micro_batches)
+        model.way = "skip"
+        train(model, each, 3, 5, loss=changing_loss, micro_batches=micro_batches)
+    for ours, theirs in zip(fused.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def test_some_micro_batches_may_pass_a_weight_by() -> None:
+    def loss(model: nn.Module, number: int) -> Tensor:
+        assert isinstance(model, Changing)
+        model.way = "skip" if number % 3 == 2 else ""
+        return changing_loss(model, number)
+
+    for name in ("adamw", "sgd", "muon"):
+        for accumulation in ("auto", "stash", "buffer"):
+            fused, plain = Changing(""), Changing("")
+            options = options_of(name)
+            steps = {"micro_batches": 3, "tokens": 4, "accumulation": accumulation}
+            train(fused, fuse(fused, options, loss=loss, **steps), 0, 4, loss=loss, micro_batches=3)
+            train(plain, ordinary(plain, options), 0, 4, loss=loss, micro_batches=3)
+            for ours, theirs in zip(fused.parameters(), plain.parameters()):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def test_backward_outside_of_a_step_is_an_error() -> None:
+    model = Changing("")
+    optimizer = fuse(model, options_of(), loss=changing_loss)
+    with pytest.raises(RuntimeError, match="outside of a step"):
+        changing_loss(model, 0).backward()
+    with pytest.raises(RuntimeError, match="0 of 1 micro-batches"):
+        optimizer.step()
+    optimizer.begin_step(1)
+    with pytest.raises(RuntimeError, match="micro-batch 1 follows -1"):
+        optimizer.before_backward(1)
+    with pytest.raises(ValueError, match="the plan is for 1 micro-batches"):
+        optimizer.begin_step(2)
+    train(model, optimizer, 0, 1, loss=changing_loss)

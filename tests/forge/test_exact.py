@@ -1,0 +1,156 @@
+"""Fused is unfused: bit for bit against the same gradient formed, to round-off against the ordinary engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.forge.toy import (
+    fuse,
+    fuse_materialised,
+    largest_difference,
+    llama,
+    llama_loss,
+    options_of,
+    ordinary,
+    same,
+    states,
+    train,
+    weights,
+)
+from titanforge.optim.registry import RULES
+
+# The head sums its logits' gradient in another order than the ordinary loss: the last bits of fp32 differ, and
+# a rule that divides by a root of a sum of few squares multiplies that.
+TOLERANCE = {"adagrad": 1e-4, "rmsprop": 1e-4}
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_twenty_steps_of_every_rule(name: str) -> None:
+    fused, formed, plain = llama(), llama(), llama()
+    options = options_of(name)
+    optimizer, other, reference = (
+        fuse(fused, options),
+        fuse_materialised(formed, options),
+        ordinary(plain, options),
+    )
+    losses = train(fused, optimizer, 0, 20)
+    assert losses == train(formed, other, 0, 20)
+    assert same(weights(fused), weights(formed))
+    assert same(states(optimizer), states(other))
+
+    expected = train(plain, reference, 0, 20)
+    assert losses == pytest.approx(expected, abs=2e-5)
+    assert int(optimizer.step_count) == 20
+    assert states(optimizer).keys() == states(reference).keys()
+    if (
+        name == "lion"
+    ):  # a sign near zero may turn, which moves a weight by twice the rate; but of few weights
+        ours, theirs = weights(fused), weights(plain)
+        turned = sum(((ours[n] - theirs[n]).abs() > 1e-5).sum().item() for n in ours)
+        assert turned < 0.01 * sum(w.numel() for w in ours.values())
+    else:
+        assert largest_difference(weights(fused), weights(plain)) < TOLERANCE.get(name, 2e-5)
+
+
+RECIPES = [
+    ("float32", {"state_dtype": "bfloat16"}),
+    ("float32", {"state_dtype": "int8"}),
+    ("float32", {"state_dtype": "fp8"}),
+    ("bfloat16", {"state_dtype": "bfloat16"}),
+    ("bfloat16", {"master_weights": "float32"}),
+    ("bfloat16", {"state_dtype": "bfloat16", "master_weights": "stochastic_rounding"}),
+    ("bfloat16", {"state_dtype": "int8", "master_weights": "stochastic_rounding"}),
+    ("bfloat16", {"state_dtype": "fp8", "master_weights": "float32"}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "recipe"), RECIPES, ids=str)
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_recipes(name: str, dtype: str, recipe: dict[str, Any]) -> None:
+    """Every storage, fused and formed, bit for bit; and the losses of the ordinary engine."""
+    torch_dtype = getattr(torch, dtype)
+    fused, formed, plain = llama(torch_dtype), llama(torch_dtype), llama(torch_dtype)
+    options = options_of(name, **recipe)
+    optimizer, other = fuse(fused, options, dtype), fuse_materialised(formed, options, dtype)
+    losses = train(fused, optimizer, 0, 8)
+    train(formed, other, 0, 8)
+    assert same(weights(fused), weights(formed))
+    assert same(states(optimizer), states(other))
+    expected = train(plain, ordinary(plain, options, dtype), 0, 8)
+    assert losses == pytest.approx(expected, abs=0.02)
+
+
+def test_no_gradient_of_any_parameter_ever_exists() -> None:
+    """Looked at while backward runs, after each module and each weight."""
+    model = llama()
+    optimizer = fuse(model, options_of())
+    seen: list[str] = []
+    looks = 0
+
+    def look(*_: object) -> None:
+        nonlocal looks
+        looks += 1
+        seen.extend(name for name, param in model.named_parameters() if param.grad is not None)
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_full_backward_hook(look)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(look)
+    train(model, optimizer, 0, 2)
+    assert seen == []
+    assert looks > 20
+    assert all(line.plan.fused for line in optimizer.plan)
+
+
+def test_all_weights_and_states_move_during_backward() -> None:
+    model = llama()
+    optimizer = fuse(model, options_of())
+    before, empty = weights(model), states(optimizer)
+    optimizer.begin_step(1)
+    value = llama_loss(model, 0)
+    optimizer.before_backward(0, torch.tensor(True))
+    value.backward()
+    after = weights(model)
+    assert not [name for name in before if torch.equal(before[name], after[name])]
+    assert not [name for name, state in states(optimizer).items() if torch.equal(state, empty[name])]
+    optimizer.step()
+    assert same(weights(model), after)
+
+
+def test_input_gradient_is_of_the_weight_before_its_update() -> None:
+    """With a huge rate the two would differ at once."""
+    fused, plain = llama(), llama()
+    options = options_of("sgd", momentum=0.0, lr=10.0)
+    train(fused, fuse(fused, options), 0, 1)
+    train(plain, ordinary(plain, options), 0, 1)
+    ours, theirs = weights(fused), weights(plain)
+    for name, theirs_now in theirs.items():
+        torch.testing.assert_close(ours[name], theirs_now, rtol=1e-4, atol=1e-4)
+
+
+def test_evaluation_needs_no_step() -> None:
+    model, plain = llama(), llama()
+    fuse(model, options_of())
+    with torch.no_grad():
+        assert llama_loss(model, 1) == llama_loss(plain, 1)
+        tokens = torch.arange(8).unsqueeze(0)
+        assert torch.equal(model(tokens, logits_at=-1), plain(tokens, logits_at=-1))
+
+
+def test_a_detached_model_is_an_ordinary_one_again() -> None:
+    model, plain = llama(), llama()
+    optimizer = fuse(model, options_of())
+    train(model, optimizer, 0, 2)
+    optimizer.detach()
+    plain.load_state_dict(model.state_dict())
+    for each in (model, plain):
+        llama_loss(each, 5).backward()
+    assert all(
+        torch.equal(ours.grad, theirs.grad)  # pyright: ignore[reportArgumentType]
+        for ours, theirs in zip(model.parameters(), plain.parameters())
+    )

@@ -255,6 +255,7 @@ class GraphedStep:
                 step(self.tokens, self.labels)
         torch.cuda.current_stream().wait_stream(side)
         step.update.zero_grad()
+        step.update.prepare()
         # The warm-up's blocks are in the ordinary pool; the graph's pool needs the same room again.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

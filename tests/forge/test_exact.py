@@ -1,4 +1,4 @@
-"""Fused is unfused: bit for bit against the same gradient formed, to round-off against the ordinary engine."""
+"""Fused is unfused: bit for bit against the same gradient formed, to round-off against the ordinary one."""
 
 from __future__ import annotations
 

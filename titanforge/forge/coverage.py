@@ -67,6 +67,8 @@ def _kind_of(module: nn.Module, attribute: str, param: nn.Parameter) -> tuple[Ki
     leaf = next(module.children(), None) is None
     if param.dim() == 1 and leaf:
         return "vector", ""
+    if attribute in getattr(module, "grouped_weights", ()):
+        return "experts", ""
     if "forward" in vars(module):
         return "other", f"the forward of this {name} was replaced"
     if attribute == "weight" and is_loss_head(module):

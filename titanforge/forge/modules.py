@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titanforge.forge.embedding import FusedEmbedding
+from titanforge.forge.experts import fused_experts
 from titanforge.forge.head import fused_head_loss
 from titanforge.forge.linear import fused_linear
 from titanforge.forge.plan import Kind
@@ -30,7 +31,8 @@ def fuse_module(module: nn.Module, kinds: Mapping[str, Kind], handles: Mapping[s
         setattr(module, f"_forge_{attribute}_data", module._parameters[attribute].detach())  # pyright: ignore
         setattr(module, f"_forge_{attribute}_dtype", read.dtype)
     vectors = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "vector"))
-    module.__class__ = _fused_class(type(module), kinds.get("weight"), vectors)
+    experts = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "experts"))
+    module.__class__ = _fused_class(type(module), kinds.get("weight"), vectors, experts)
 
 
 def restore_module(module: nn.Module) -> None:
@@ -41,7 +43,9 @@ def restore_module(module: nn.Module) -> None:
 
 
 @functools.cache
-def _fused_class(base: type[nn.Module], kind: Kind | None, vectors: tuple[str, ...]) -> type[nn.Module]:
+def _fused_class(
+    base: type[nn.Module], kind: Kind | None, vectors: tuple[str, ...], experts: tuple[str, ...]
+) -> type[nn.Module]:
     members: dict[str, Any] = {"__module__": base.__module__}
     members |= {attribute: _tapped(attribute) for attribute in vectors}
     if kind == "linear":
@@ -50,6 +54,8 @@ def _fused_class(base: type[nn.Module], kind: Kind | None, vectors: tuple[str, .
         members["forward"] = _embedding_forward(base)
     elif kind == "head":
         members["forward"] = _head_forward(base)
+    if experts:
+        members["product"] = _grouped_product(base, experts)
     return type(base.__name__, (base,), members)
 
 
@@ -84,6 +90,16 @@ def _embedding_forward(base: type[nn.Module]):
         )
 
     return forward
+
+
+def _grouped_product(base: Any, fused: tuple[str, ...]):
+    def product(self: Any, x: Tensor, weight: str, ends: Tensor) -> Tensor:
+        if weight not in fused or not torch.is_grad_enabled():
+            return base.product(self, x, weight, ends)
+        handle, data, dtype = (f"_forge_{weight}{suffix}" for suffix in ("", "_data", "_dtype"))
+        return fused_experts(x, getattr(self, data), ends, getattr(self, handle), getattr(self, dtype))
+
+    return product
 
 
 def _head_forward(base: type[nn.Module]):

@@ -1,10 +1,10 @@
 """The custom ops through which backward hands a gradient's operands to a weight's sink.
 
 An op gets the weight that it changes, which is what tells torch.compile to read it (for the input gradient,
-for a recomputed forward) before and not after. That tensor may be a copy, which the graph then copies back, so
-sinks write to what they are given. And it gets a handle, a CPU scalar that names the sink: a tensor and not a
-number, because the compiler would build a graph for each number, and blocks of one shape shall share theirs.
-The handle requires grad in the weight's place (see `linear`); fp64 is exact for any number of sinks.
+for a recomputed forward) before and not after. That tensor may be a copy, which the graph then copies back,
+so sinks write to what they are given. And it gets a handle, a CPU scalar that names the sink: a tensor and
+not a number, because the compiler would build a graph for each number, and blocks of one shape shall share
+theirs. The handle requires grad in the weight's place (see `linear`); fp64 is exact for any number of sinks.
 """
 
 from __future__ import annotations
@@ -62,6 +62,15 @@ def consume_gradient(weight: Tensor, gradient: Tensor, handle: Tensor) -> None:
         sink.whole(gradient)
 
 
+@torch.library.custom_op("titanforge::forge_experts", mutates_args=("weight",))
+def consume_experts(weight: Tensor, dy: Tensor, x: Tensor, ends: Tensor, handle: Tensor) -> None:
+    """dy: [S, N], x: [S, K], rows sorted by expert; ends: int32 [E], the row after each expert's last."""
+    sink = sink_of(handle)
+    with sink.writing_to(weight):
+        sink.experts(dy, x, ends)
+
+
 for _op in (consume_product, consume_rows):
     _op.register_fake(lambda weight, dy, source, handle: None)
+consume_experts.register_fake(lambda weight, dy, x, ends, handle: None)
 consume_gradient.register_fake(lambda weight, gradient, handle: None)

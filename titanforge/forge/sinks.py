@@ -88,7 +88,7 @@ class Sink:
     touched: int = 0
     done: bool = False
     _norms: dict[int, Tensor] = field(default_factory=dict)
-    _stash: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _stash: list[Source] = field(default_factory=list)
     _sum: Tensor | None = None
     _given: Tensor | None = None
 
@@ -97,14 +97,19 @@ class Sink:
     def product(self, dy: Tensor, x: Tensor) -> None:
         """A linear's operands, dy [T, N] and x [T, K]."""
         self.begin()
-        self._take(Product, dy, x)
+        self._take(Product(dy, x))
+
+    def experts(self, dy: Tensor, x: Tensor, ends: Tensor) -> None:
+        """Grouped operands: rows sorted by expert, and the row after each expert's last, int32 [E]."""
+        self.begin()
+        self._take(Product(dy, x, torch.cat((torch.zeros_like(ends[:1]), ends))))
 
     def rows(self, dy: Tensor, ids: Tensor) -> None:
         """An embedding's, dy [T, D] and ids [T]."""
         self.begin()
         if self.padding_idx is not None:
             ids = ids.masked_fill(ids == self.padding_idx, -1)
-        self._take(Rows, dy, ids)
+        self._take(Rows(dy, ids))
 
     def whole(self, gradient: Tensor) -> None:
         """A complete gradient that lies in memory."""
@@ -191,26 +196,24 @@ class Sink:
 
     # ------------------------------------------------------------ micro-batches
 
-    def _take(self, kind: type[Product] | type[Rows], left: Tensor, right: Tensor) -> None:
+    def _take(self, source: Source) -> None:
         if self.plan.join == "state":
-            self.add_to_state(kind(left, right))
+            self.add_to_state(source)
         elif self.plan.join == "stash":
-            # Copies: a compiled graph uses the memory of its operands again.
-            self._stash.append((left.clone(), right.clone()))
+            self._stash.append(source.copy())
             if self.clock.last:
                 self._consume_stash()
         elif self.plan.join == "buffer":
-            self._add_to_sum(kind(left, right))
+            self._add_to_sum(source)
             if self.clock.last:
                 self.update_whole(self._sum_so_far())
         else:
-            self.consume(kind(left, right))
+            self.consume(source)
 
     def _consume_stash(self) -> None:
-        lefts, rights = zip(*self._stash)
+        first, *others = self._stash
         self._stash.clear()
-        kind = Rows if self.placement.kind == "embedding" else Product
-        self.consume(kind(torch.cat(lefts), torch.cat(rights)))
+        self.consume(first.joined(others))
 
     def _add_to_sum(self, source: Source) -> None:
         shape, clock = self.placement.shape, self.clock

@@ -7,7 +7,9 @@ see all of it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +50,14 @@ class Source(ABC):
     def form(self, target: Target) -> Tensor:
         """The gradient, fp32, of the target's shape."""
 
+    @abstractmethod
+    def copy(self) -> Source:
+        """With operands of its own: a compiled graph uses the memory of what it hands over again."""
+
+    @abstractmethod
+    def joined(self, others: Sequence[Any]) -> Source:
+        """The sum of this gradient and others of the same kind."""
+
 
 @dataclass(frozen=True)
 class Product(Source):
@@ -82,6 +92,17 @@ class Product(Source):
             observe=launch.observe,
         )
 
+    def copy(self) -> Product:
+        return Product(self.dy.clone(), self.x.clone(), self.offsets)
+
+    def joined(self, others: Sequence[Product]) -> Product:
+        if self.offsets is not None:
+            raise ValueError(
+                "tokens of experts are in another order in each micro-batch: they cannot be joined"
+            )
+        parts = (self, *others)
+        return Product(torch.cat([part.dy for part in parts]), torch.cat([part.x for part in parts]))
+
     def form(self, target: Target) -> Tensor:
         # The same tiles as `fold`, so that both sum in one order.
         return wgrad(self.dy, self.x, offsets=self.offsets, config=self._config(target))
@@ -114,6 +135,13 @@ class Rows(Source):
             nonfinite=launch.nonfinite,
             observe=launch.observe,
         )
+
+    def copy(self) -> Rows:
+        return Rows(self.dy.clone(), self.ids.clone())
+
+    def joined(self, others: Sequence[Rows]) -> Rows:
+        parts = (self, *others)
+        return Rows(torch.cat([part.dy for part in parts]), torch.cat([part.ids for part in parts]))
 
     def form(self, target: Target) -> Tensor:
         return embedding_gradient(self.dy, self.ids, target.shape[0])

@@ -31,6 +31,9 @@ class Routing(NamedTuple):
 class Experts(nn.Module):
     """E SwiGLUs as three 3-D weights [E, out, in]: ``w1`` gate, ``w3`` up, ``w2`` down."""
 
+    grouped_weights = ("w1", "w2", "w3")
+    """Read by ``product`` alone, which may be replaced."""
+
     def __init__(self, n_experts: int, dim: int, hidden_dim: int, depth_std: float) -> None:
         """``depth_std``: initial standard deviation of the matrices that are scaled by depth."""
         super().__init__()
@@ -41,9 +44,13 @@ class Experts(nn.Module):
 
     def forward(self, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert, and the row after each expert's last → [S, D]."""
-        gate_SF = grouped_linear(x_SD, self.w1, ends_E)
-        up_SF = grouped_linear(x_SD, self.w3, ends_E)
-        return grouped_linear(F.silu(gate_SF) * up_SF, self.w2, ends_E)
+        gate_SF = self.product(x_SD, "w1", ends_E)
+        up_SF = self.product(x_SD, "w3", ends_E)
+        return self.product(F.silu(gate_SF) * up_SF, "w2", ends_E)
+
+    def product(self, x: torch.Tensor, weight: str, ends_E: torch.Tensor) -> torch.Tensor:
+        """``grouped_linear`` with the weight of that name."""
+        return grouped_linear(x, getattr(self, weight), ends_E)
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {"w1": Normal(0.02), "w2": Normal(self.depth_std), "w3": Normal(self.depth_std)}

@@ -1,0 +1,87 @@
+"""Expert weights, [E, out, in]: each expert's gradient is consumed by itself, also when it is zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.forge.toy import (
+    SIZES,
+    TOKENS,
+    VOCAB,
+    fuse,
+    fuse_materialised,
+    largest_difference,
+    llama_loss,
+    options_of,
+    ordinary,
+    same,
+    states,
+    train,
+    weights,
+)
+from titanforge.models.initialization import initialize_weights
+from titanforge.models.registry import build_model
+from titanforge.parallelisms import apply_activation_checkpoint, apply_compile
+
+
+def experts() -> Any:
+    """16 experts of which a token takes 4: with the few tokens below, some get none."""
+    sizes = {**SIZES, "hidden_dim": 24}
+    model, _ = build_model("qwen3", "debugmodel_moe", vocab_size=VOCAB, seq_len=TOKENS, overrides=sizes)
+    initialize_weights(model, 0)
+    return model
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon", "adafactor"])
+def test_experts_are_exact(name: str) -> None:
+    fused, formed, plain = experts(), experts(), experts()
+    options = options_of(name)
+    optimizer, other = fuse(fused, options), fuse_materialised(formed, options)
+    assert all(line.plan.fused for line in optimizer.plan)
+    losses = train(fused, optimizer, 0, 5)
+    assert losses == train(formed, other, 0, 5)
+    assert same(weights(fused), weights(formed))
+    assert same(states(optimizer), states(other))
+    reference = ordinary(plain, options)
+    assert losses == pytest.approx(train(plain, reference, 0, 5), abs=1e-5)
+    assert largest_difference(weights(fused), weights(plain)) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_an_expert_without_tokens_decays(name: str) -> None:
+    model = experts()
+    optimizer = fuse(model, options_of(name))
+    train(model, optimizer, 0, 3)
+    before = weights(model)
+    train(model, optimizer, 3, 4)
+    after = weights(model)
+    load = model.load.sum(0)  # nobody ends the model's step here: rows since the start
+    assert load[:-1].sum() > 0
+    for key in before:
+        if ".experts." in key:
+            for expert in range(before[key].shape[0]):
+                assert not torch.equal(before[key][expert], after[key][expert]), (key, expert)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_micro_batches(name: str) -> None:
+    fused, plain = experts(), experts()
+    options = options_of(name)
+    optimizer = fuse(fused, options, micro_batches=3, tokens=2 * TOKENS)
+    train(fused, optimizer, 0, 3, micro_batches=3)
+    train(plain, ordinary(plain, options), 0, 3, micro_batches=3)
+    assert largest_difference(weights(fused), weights(plain)) < 2e-5
+
+
+def test_recomputed_and_compiled() -> None:
+    plain, compiled = experts(), experts()
+    apply_activation_checkpoint(compiled, "full")
+    apply_compile(compiled, "aot_eager")
+    options = options_of()
+    first, second = fuse(plain, options), fuse(compiled, options)
+    losses = train(compiled, second, 0, 2)
+    assert train(plain, first, 0, 2) == pytest.approx(losses, abs=1e-5)
+    assert largest_difference(weights(plain), weights(compiled)) < 5e-6

@@ -23,8 +23,8 @@ from tests.forge.toy import (
 )
 from titanforge.optim.registry import RULES
 
-# The head sums its logits' gradient in another order than the ordinary loss: the last bits of fp32 differ, and
-# a rule that divides by a root of a sum of few squares multiplies that.
+# The head sums its logits' gradient in another order than the ordinary loss: the last bits of fp32 differ,
+# and a rule that divides by a root of a sum of few squares multiplies that.
 TOLERANCE = {"adagrad": 1e-4, "rmsprop": 1e-4}
 
 

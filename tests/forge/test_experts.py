@@ -14,7 +14,6 @@ from tests.forge.toy import (
     fuse,
     fuse_materialised,
     largest_difference,
-    llama_loss,
     options_of,
     ordinary,
     same,

@@ -35,7 +35,8 @@ BLOCKS = 32
 """Blocks of 64 columns per program."""
 _FIELDS = 13
 FIELDS = constant(_FIELDS)
-_CACHED_TABLES = 64
+_CACHED_TABLES = 1024
+_CACHED_CHUNK_LISTS = 16  # 32 MB each for 8 billion weights
 
 
 @jit
@@ -156,6 +157,8 @@ class _Tables:
 
 _tables: OrderedDict[Any, _Tables] = OrderedDict()
 _chunk_lists: OrderedDict[Any, tuple[Tensor, Tensor]] = OrderedDict()
+_captured: list[_Tables] = []
+"""What CUDA graphs were captured with. A replay reads the pinned copies again, so they are never dropped."""
 
 
 def _build_tables(rows: Sequence[tuple[int, ...]], device: torch.device) -> _Tables:
@@ -183,7 +186,7 @@ def _chunk_list(blocks: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
         if device.type != "cpu":
             host = host.pin_memory()
         found = _chunk_lists[blocks, device] = (host.to(device, non_blocking=True), host)
-        while len(_chunk_lists) > _CACHED_TABLES:
+        while len(_chunk_lists) > _CACHED_CHUNK_LISTS:
             _chunk_lists.popitem(last=False)
     _chunk_lists.move_to_end((blocks, device))
     return found
@@ -198,6 +201,8 @@ def _cached_tables(items: Sequence[_Item], device: torch.device) -> _Tables:
         while len(_tables) > _CACHED_TABLES:
             _tables.popitem(last=False)
     _tables.move_to_end(key)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured.append(found)
     return found
 
 

@@ -165,8 +165,7 @@ class Forge:
         if max_norm > 0:
             raise ValueError("the fused arms are timed without clipping: --max-norm 0")
         config = OptimizerConfig(name="AdamW", lr=lr, implementation="native", state_dtype=state_dtype)
-        vocab_size, device = model.args.vocab_size, next(model.parameters()).device  # pyright: ignore
-        tokens = torch.arange(8, device=device)[None] % vocab_size
+        tokens = torch.arange(8, device=next(model.parameters()).device)[None]
         self.optimizer: Any = build_forge_optimizer(
             model, config, "bfloat16", probe=lambda: model(tokens, None, None, tokens), steps=Steps()
         )

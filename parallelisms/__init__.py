@@ -17,6 +17,12 @@ from titanforge.parallelisms.data_parallel import (
 from titanforge.parallelisms.determinism import set_determinism
 from titanforge.parallelisms.distributed import PeerFailure, Runtime, init_distributed
 from titanforge.parallelisms.mesh import ParallelDims
+from titanforge.parallelisms.sequence import pad_sequences
+from titanforge.parallelisms.tensor_parallel import (
+    apply_tensor_parallel,
+    check_tensor_parallel,
+    complete_gradients,
+)
 
 __all__ = [
     "ParallelDims",
@@ -26,10 +32,14 @@ __all__ = [
     "apply_compile",
     "apply_fsdp",
     "apply_mixed_precision",
+    "apply_tensor_parallel",
+    "check_tensor_parallel",
     "clip_factor",
     "clip_grad_norm_",
+    "complete_gradients",
     "global_grad_norm",
     "init_distributed",
+    "pad_sequences",
     "reshard",
     "set_determinism",
     "set_is_last_micro_batch",

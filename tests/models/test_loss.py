@@ -11,6 +11,7 @@ from titanforge.models.layers.loss import (
     OutputHead,
     chunked_linear_cross_entropy,
     loss_and_logits_gradient,
+    loss_of_logits,
 )
 
 N, D, V = 23, 16, 37
@@ -112,7 +113,7 @@ def test_gradcheck():
     hidden, weight, labels = inputs(torch.float64)
     function, gradient = ChunkedLinearCrossEntropy.apply, loss_and_logits_gradient
     assert torch.autograd.gradcheck(
-        lambda h, w: function(h, w, labels, 5, True, True, gradient), (hidden, weight)
+        lambda h, w: function(h, w, labels, 5, True, True, gradient, loss_of_logits), (hidden, weight)
     )
 
 

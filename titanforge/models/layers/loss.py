@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,29 @@ CHUNK_LOGITS = 2**28
 SUM_ROWS = 16384
 """Rows of the weight gradient that are summed at once."""
 
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
 LogitsGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], tuple[torch.Tensor, ...]]
+
+
+class VocabularyPart(Protocol):
+    """For a head that has some rows of the vocabulary: how the whole is put together."""
+
+    @property
+    def degree(self) -> int: ...  # how many share the rows
+    def local(self, weight_VD: torch.Tensor, /) -> torch.Tensor: ...
+    def gather(self, logits: torch.Tensor, /) -> torch.Tensor: ...
+    @property
+    def loss(self) -> Loss: ...
+    @property
+    def loss_and_gradient(self) -> LogitsGradient: ...
+
+
+def loss_of_logits(
+    logits_CV: torch.Tensor, target_C1: torch.Tensor, ignored_C1: torch.Tensor, wide: torch.dtype
+) -> torch.Tensor:
+    """Sum of a chunk's losses (``wide``)."""
+    log_p_CV = torch.log_softmax(logits_CV, dim=-1, dtype=wide)
+    return -log_p_CV.gather(1, target_C1).masked_fill(ignored_C1, 0.0).sum()
 
 
 def loss_and_logits_gradient(
@@ -82,6 +104,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         need_hidden: bool,
         need_weight: bool,
         logits_gradient: LogitsGradient,
+        loss_only: Loss,
     ) -> torch.Tensor:
         N = hidden_ND.shape[0]
         if N == 0:
@@ -98,8 +121,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
             target_C1 = labels_C1.masked_fill(ignored_C1, 0)
             logits_CV = F.linear(h_CD, weight_VD)
             if not (need_hidden or need_weight):
-                log_p_CV = torch.log_softmax(logits_CV, dim=-1, dtype=wide)
-                loss = loss - log_p_CV.gather(1, target_C1).masked_fill(ignored_C1, 0.0).sum()
+                loss = loss + loss_only(logits_CV, target_C1, ignored_C1, wide)
                 continue
             chunk_loss, grad_logits_CV = logits_gradient(logits_CV, target_C1, ignored_C1, wide)
             del logits_CV
@@ -124,7 +146,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
             scaled_VD = torch.empty_like(grad_weight_VD, dtype=ctx.weight_dtype)
             # In one pass, without another float32 copy; not in place: backward may be called again.
             grad_weight_VD = torch.mul(grad_weight_VD, grad_loss, out=scaled_VD)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, *[None] * 6
 
 
 def chunked_linear_cross_entropy(
@@ -133,11 +155,13 @@ def chunked_linear_cross_entropy(
     labels_N: torch.Tensor,
     chunk_tokens: int,
     logits_gradient: LogitsGradient = loss_and_logits_gradient,
+    loss_only: Loss = loss_of_logits,
 ) -> torch.Tensor:
     """Summed loss over the tokens whose label is not -100: float32 scalar (float64 for float64 inputs).
 
     All -100 gives 0.0 and zero gradients. Under autocast both inputs are cast as a linear's would be.
-    ``logits_gradient``: ``loss_and_logits_gradient`` or a compiled form of it.
+    ``logits_gradient``: ``loss_and_logits_gradient`` or a compiled form of it; of a part of the vocabulary
+    both functions are those of its ``VocabularyPart``.
     """
     device_type = hidden_ND.device.type
     if torch.is_autocast_enabled(device_type):
@@ -147,7 +171,14 @@ def chunked_linear_cross_entropy(
     need_hidden, need_weight = grad and hidden_ND.requires_grad, grad and weight_VD.requires_grad
     with torch.autocast(device_type, enabled=False):
         loss = ChunkedLinearCrossEntropy.apply(
-            hidden_ND, weight_VD, labels_N, chunk_tokens, need_hidden, need_weight, logits_gradient
+            hidden_ND,
+            weight_VD,
+            labels_N,
+            chunk_tokens,
+            need_hidden,
+            need_weight,
+            logits_gradient,
+            loss_only,
         )
     assert isinstance(loss, torch.Tensor)
     return loss
@@ -167,18 +198,29 @@ class OutputHead(nn.Linear):
         super().__init__(dim, vocab_size, bias=False)
         self.chunk_logits = chunk_logits
         self._logits_gradient: LogitsGradient = loss_and_logits_gradient
+        self.vocabulary: VocabularyPart | None = None
         self.compile_options: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def forward(self, input: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., D]; with ``labels`` [...] the float32 sum of the losses."""
+        part = self.vocabulary
         if labels is None:
-            return super().forward(input)
+            return (
+                super().forward(input)
+                if part is None
+                else part.gather(F.linear(input, part.local(self.weight)))
+            )
+        whole = (self.weight, self._logits_gradient, loss_of_logits)
+        weight_VD, logits_gradient, loss_only = (
+            whole if part is None else (part.local(self.weight), part.loss_and_gradient, part.loss)
+        )
         return chunked_linear_cross_entropy(
             input.reshape(-1, input.shape[-1]),
-            self.weight,
+            weight_VD,
             labels.reshape(-1),
             self.chunk_tokens,
-            self._logits_gradient,
+            logits_gradient,
+            loss_only,
         )
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -194,6 +236,8 @@ class OutputHead(nn.Linear):
     def chunk_tokens(self) -> int:
         """Tokens per chunk of the loss."""
         rows = self._parameters["weight"].shape[0]  # pyright: ignore[reportOptionalMemberAccess]  # no cast
+        if self.vocabulary is not None:
+            rows = -(-rows // self.vocabulary.degree)
         tokens = max(1, self.chunk_logits // rows)
         return tokens // 128 * 128 or tokens  # whole tiles of a matrix product
 

@@ -107,7 +107,7 @@ def choose_config(
     if INTERPRET and device.type == "cpu":
         return _INTERPRETED
     tuned = _tuned()
-    if tuned:
+    if tuned and device.type == "cuda":
         key = shape_key(device_name(device), n, k, tokens, dtype, codecs)
         if key in tuned:
             return tuned[key]

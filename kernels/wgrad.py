@@ -288,17 +288,41 @@ def _update_op(
     stored_weight = Encoded(weight, CODECS[names[0]], weight_meta) if weight is not None else None
     operands = Operands(dy, x, offsets)
     target = Target(torch.Size(operands.shape), stored_weight, tuple(stored), master, tensor_id)
+    update_target(
+        operands, target, rule, hyper, rng=rng, norm_partials=norm_partials, nonfinite=nonfinite,
+        bias_gradient=bias_gradient, config=_config(config, operands, target) if config else None,
+        observe=observe,
+    )  # fmt: skip
+
+
+def update_target(
+    operands: Operands,
+    target: Target,
+    rule: Epilogue,
+    hyper: Tensor,
+    *,
+    rng: Tensor | None = None,
+    norm_partials: Tensor | None = None,
+    nonfinite: Tensor | None = None,
+    bias_gradient: Tensor | None = None,
+    config: TileConfig | None = None,
+    observe: bool = False,
+) -> None:
+    """`fused_wgrad_update` without its checks, for callers that have made a `Target` once and use it at every
+    step. No custom op: the compiler must not see it.
+    """
+    dy, x, offsets = operands.dy, operands.x, operands.offsets
     if runs_triton(dy):
-        tiles = _config(config, operands, target)
+        tiles = config or config_for(dy, x, target, operands.experts)
         if norm_partials is not None and norm_partials.numel() < tile_count(operands.shape, tiles):
             raise ValueError(
                 f"norm_partials holds {norm_partials.numel()} of {tile_count(operands.shape, tiles)} tiles"
             )
         _launch(
             operands, tiles, kernel_parts(target), epilogue=rule,
-            codecs=[CODECS[name].code for name in names], stochastic=target.stochastic, hyper=hyper, rng=rng,
-            tensor_id=tensor_id, norm=norm_partials, nonfinite=nonfinite, bias_gradient=bias_gradient,
-            observe=observe,
+            codecs=[CODECS[name].code for name in target.codec_names], stochastic=target.stochastic,
+            hyper=hyper, rng=rng, tensor_id=target.tensor_id, norm=norm_partials, nonfinite=nonfinite,
+            bias_gradient=bias_gradient, observe=observe,
         )  # fmt: skip
         return
     gradient = wgrad_reference(dy, x, offsets)

@@ -25,7 +25,8 @@ from titanforge.optim.registry import RULES
 
 # The head sums its logits' gradient in another order than the ordinary loss: the last bits of fp32 differ,
 # and a rule that divides by a root of a sum of few squares multiplies that.
-TOLERANCE = {"adagrad": 1e-4, "rmsprop": 1e-4}
+# Dion's power iteration turns such bits within the space of singular values that lie close together.
+TOLERANCE = {"adagrad": 1e-4, "rmsprop": 1e-4, "dion": 2e-3}
 
 
 @pytest.mark.parametrize("name", sorted(RULES))

@@ -39,7 +39,7 @@ def run(folder: Path, corpus: Path, steps: int, **more: Any) -> list[str]:
 
 
 def test_a_run_in_pieces_is_the_whole_run(tmp_path: Path) -> None:
-    """With lagged clipping that acts (its held norm is in the checkpoint), two micro-batches, and two recipes."""
+    """With lagged clipping that acts (its held norm is in the checkpoint), two micro-batches, two recipes."""
     corpus = write_corpus(tmp_path / "corpus.jsonl", documents=16)
     runs = []
     for name, recipe in (("plain", {}), ("rounded", ROUNDED)):

@@ -25,8 +25,8 @@ from titanforge.forge.sinks import Sink
 from titanforge.forge.sources import Product
 
 IGNORE_INDEX = -100
-CHUNK_LOGITS = 2**25
-"""Most logits held at once: 128 MiB in float32."""
+CHUNK_LOGITS = 2**23
+"""Most logits held at once: 32 MiB in float32."""
 _ROWS = 256  # chunks are whole tiles of the update
 
 

@@ -15,7 +15,7 @@ from titanforge.forge.plan import Granule, ParamPlan, Placement
 from titanforge.forge.sources import Launch, Product, Rows, Source, no_tokens
 from titanforge.kernels.codecs import Encoded, as_encoded, fp8_calibrate
 from titanforge.kernels.epilogues import EPILOGUES, Epilogue
-from titanforge.kernels.step import Target
+from titanforge.kernels.step import Target, make_target
 from titanforge.optim.local_update import (
     LocalWeight,
     update_elementwise,
@@ -46,6 +46,13 @@ class Clock:
         # `momentum_state`'s (apply, -, -, scale, decay, gain) for an fp32 sum of micro-batches.
         self.sum_first = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0], device=rng.device)
         self.sum_later = torch.ones(6, device=rng.device)
+        self._ones: dict[torch.dtype, Tensor] = {}
+
+    def one(self, dtype: torch.dtype) -> Tensor:
+        """A [1, 1] tensor of 1: a vector as a product is one token's, (1)ᵀ g."""
+        if dtype not in self._ones:
+            self._ones[dtype] = torch.ones((1, 1), dtype=dtype, device=self.rng.device)
+        return self._ones[dtype]
 
     @property
     def last(self) -> bool:
@@ -91,6 +98,8 @@ class Sink:
     _stash: list[Source] = field(default_factory=list)
     _sum: Tensor | None = None
     _given: Tensor | None = None
+    _target: Target | None = None
+    _address: int = 0
 
     # ------------------------------------------------------------ what backward calls
 
@@ -122,7 +131,14 @@ class Sink:
                 total += gradient
             gradient = total
         if self.clock.last:
+            self._consume_whole(gradient)
+
+    def _consume_whole(self, gradient: Tensor) -> None:
+        """In the kernel of the linears, whose launch needs no table on the device, if the rule can."""
+        if self.plan.granule is Granule.LAYER:
             self.update_whole(gradient)
+        else:
+            self.consume(Product(self.clock.one(gradient.dtype), gradient.reshape(1, -1)))
 
     def begin(self) -> None:
         """Note that a micro-batch is here. Raises RuntimeError where it must not be."""
@@ -241,7 +257,8 @@ class Sink:
             if self._stash:
                 self._consume_stash()
             elif self.touched and self.plan.join == "buffer":
-                self.update_whole(self._sum_so_far())
+                whole = self._consume_whole if self.placement.kind == "vector" else self.update_whole
+                whole(self._sum_so_far())
             else:
                 self._without_gradient()
         self.touched, self.done = 0, False
@@ -249,7 +266,7 @@ class Sink:
     def _without_gradient(self) -> None:
         self._norms.clear()
         self.touched += 1
-        if self.placement.kind == "vector" or self.plan.granule is Granule.LAYER:
+        if self.plan.granule is Granule.LAYER:
             self.update_whole(torch.zeros(self.placement.shape, device=self.clock.rng.device))
         elif self.plan.join == "state":
             self.add_to_state(no_tokens(self.placement.kind, self.target()))
@@ -295,14 +312,27 @@ class Sink:
         return replace(item, **{"weight" if item.copy is None else "copy": self._given.detach()})
 
     def target(self) -> Target:
-        """Weight and states as kernels take them."""
+        """Weight and states as kernels take them; a vector as a matrix of one row."""
+        if self._target is None:
+            self._target = self._new_target()
+            item = self.make_item()
+            self._address = (item.weight if item.copy is None else item.copy).data_ptr()
+        if self._given is None or self._given.data_ptr() == self._address:
+            return self._target
+        return self._new_target()
+
+    def _new_target(self) -> Target:
         item = self.item()
-        if isinstance(self.rule, LocalStateRule) and not self.epilogue.updates_weight:
-            return Target(item.weight.shape, None, item.states, None, item.tensor_id)
+        if not isinstance(self.rule, LocalStateRule):  # its gradient is formed, and no kernel updates it
+            return Target(item.weight.shape, as_encoded(item.weight), ())
         weight = item.weight if item.copy is None else item.copy
         stored = Encoded(weight, item.codec) if item.codec is not None else as_encoded(weight)
-        master = None if item.copy is None else item.weight
-        return Target(weight.shape, stored, item.states, master, item.tensor_id)
+        master = item.weight if item.copy is not None and self.epilogue.updates_weight else None
+        states = item.states
+        if weight.dim() == 1:
+            stored, states = _as_row(stored), tuple(_as_row(state) for state in states)
+            master = None if master is None else master.view(1, -1)
+        return make_target(self.epilogue, stored, states, master=master, tensor_id=item.tensor_id)
 
     def rows_of(self, first_row: int | None, rows: int | None) -> Target:
         """The target's rows from `first_row` on; all of it for None."""
@@ -342,6 +372,10 @@ class Sink:
         if any(part.codec.kind == "tensor" for part in target.parts):
             source.fold(target, replace(launch, observe=True), None)
             _choose_scales(target.parts)
+
+
+def _as_row(part: Encoded) -> Encoded:
+    return Encoded(part.values.view(1, -1), part.codec, part.meta)
 
 
 def _choose_scales(parts: tuple[Encoded, ...]) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanforge.kernels._triton import runs_triton
 from titanforge.kernels.config import TileConfig
 from titanforge.kernels.embedding import embedding_gradient, embedding_tile_count, embedding_update
 from titanforge.kernels.epilogues import Epilogue
 from titanforge.kernels.step import Target
-from titanforge.kernels.wgrad import config_for, fused_wgrad_update, tile_count, wgrad
+from titanforge.kernels.wgrad import Operands, config_for, tile_count, update_target, wgrad
 
 
 @dataclass(frozen=True)
@@ -72,23 +73,17 @@ class Product(Source):
         return config_for(self.dy, self.x, target, experts)
 
     def tiles(self, target: Target) -> int:
-        return tile_count(target.shape, self._config(target))
+        return tile_count(target.shape, self._config(target)) if runs_triton(self.dy) else 1
 
     def fold(self, target: Target, launch: Launch, norm: Tensor | None) -> None:
-        fused_wgrad_update(
-            self.dy,
-            self.x,
-            target.weight,
-            target.states,
+        update_target(
+            Operands(self.dy, self.x, self.offsets),
+            target,
             launch.epilogue,
             launch.hyper,
-            master=target.master,
-            offsets=self.offsets,
             rng=launch.rng,
-            tensor_id=target.tensor_id,
             norm_partials=norm,
             nonfinite=launch.nonfinite,
-            config=self._config(target),
             observe=launch.observe,
         )
 
@@ -105,7 +100,8 @@ class Product(Source):
 
     def form(self, target: Target) -> Tensor:
         # The same tiles as `fold`, so that both sum in one order.
-        return wgrad(self.dy, self.x, offsets=self.offsets, config=self._config(target))
+        config = self._config(target) if runs_triton(self.dy) else None
+        return wgrad(self.dy, self.x, offsets=self.offsets, config=config)
 
 
 @dataclass(frozen=True)

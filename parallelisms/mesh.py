@@ -33,7 +33,7 @@ _KEYS = {
     "tp": "parallelism.tensor_parallel_degree",
     "ep": "parallelism.expert_parallel_degree",
 }
-_NOT_YET = ("pp", "cp", "tp", "ep")
+_NOT_YET = ("pp", "cp", "ep")
 
 
 @dataclass
@@ -69,16 +69,26 @@ class ParallelDims:
         if self.dp_shard == -1:
             if self.world_size % others:
                 raise ValueError(
-                    f"{_KEYS['dp_replicate']} = {self.dp_replicate} does not divide the "
+                    f"{self._product('dp_replicate', 'cp', 'tp', 'pp')} does not divide the "
                     f"{self.world_size} ranks, so {_KEYS['dp_shard']} = -1 has no value."
                 )
             self.dp_shard = self.world_size // others
         if others * self.dp_shard != self.world_size:
             raise ValueError(
-                f"{_KEYS['dp_replicate']} x {_KEYS['dp_shard']} = {self.dp_replicate} x {self.dp_shard} = "
-                f"{others * self.dp_shard}, but {self.world_size} ranks were started. Set one of them to "
+                f"{self._product('dp_replicate', 'dp_shard', 'cp', 'tp', 'pp')} makes "
+                f"{others * self.dp_shard} ranks, but {self.world_size} ranks were started. Set one to "
                 f"fit ({_KEYS['dp_shard']} = -1 fits by itself) or start {others * self.dp_shard} ranks."
             )
+
+    def _product(self, *axes: str) -> str:
+        """Degrees by key, those of 1 left out unless they all are."""
+        above_one = [axis for axis in axes if getattr(self, axis) > 1] or axes[:1]
+        return " x ".join(f"{_KEYS[axis]} = {getattr(self, axis)}" for axis in above_one)
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that read the same data and work on it together."""
+        return self.world_size // (self.dp_replicate * self.dp_shard)
 
     def degree(self, name: str) -> int:
         """Ranks along an axis, single or flattened."""

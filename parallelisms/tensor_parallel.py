@@ -37,10 +37,10 @@ def check_tensor_parallel(
     n_heads: int,
     n_kv_heads: int,
     ffn_dim: int,
-    vocab_size: int,
+    vocab_size: int | None,
     n_experts: int = 0,
 ) -> None:
-    """Whether a model of these sizes can be split.
+    """Whether a model of these sizes can be split; vocab_size: None while it is not known.
 
     Raises:
         ValueError: naming the key, the size that does not fit and what would.
@@ -57,7 +57,7 @@ def check_tensor_parallel(
         if size % degree:
             fitting = ", ".join(str(d) for d in range(1, degree) if size % d == 0)
             raise ValueError(f"{KEY} = {degree} does not divide {name} = {size}: use one of {fitting}.")
-    if -(-vocab_size // degree) * (degree - 1) >= vocab_size:
+    if vocab_size is not None and -(-vocab_size // degree) * (degree - 1) >= vocab_size:
         raise ValueError(
             f"{KEY} = {degree} leaves a rank without a row of the {vocab_size} of the vocabulary."
         )

@@ -9,12 +9,12 @@ from titanforge.config import JobConfig
 from titanforge.data import build_tokenizer
 from titanforge.forge import plan_report, preview
 from titanforge.forge.head import CHUNK_LOGITS as FUSED_CHUNK_LOGITS
+from titanforge.layout import DTYPES, build_dims, check_model
 from titanforge.metrics import activation_bytes, estimate_memory
 from titanforge.metrics.memory import GIB
 from titanforge.models.layers.loss import CHUNK_LOGITS
 from titanforge.optim import build_groups, state_bytes
-from titanforge.parallelisms import ParallelDims
-from titanforge.trainer import DTYPES, build_meta_model, forge_steps, probe_forward
+from titanforge.trainer import build_meta_model, forge_steps, probe_forward
 
 
 def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
@@ -23,18 +23,12 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     Raises:
         ConfigError, ValueError: whatever a real start would refuse.
     """
-    parallelism, training = config.parallelism, config.training
-    dims = ParallelDims(
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=parallelism.data_parallel_shard_degree,
-        cp=parallelism.context_parallel_degree,
-        tp=parallelism.tensor_parallel_degree,
-        pp=parallelism.pipeline_parallel_degree,
-        ep=parallelism.expert_parallel_degree,
-        world_size=world_size,
-    )
+    training = config.training
+    dims = build_dims(config, world_size)
+    check_model(config, dims)
     tokenizer = build_tokenizer(config.data.tokenizer, config.model.hf_assets_path)
     model, args = build_meta_model(config, tokenizer.vocab_size)
+    check_model(config, dims, args)
     groups = model.num_parameters()
     total = sum(groups.values())
     data_parallel = dims.degree("dp")

@@ -38,7 +38,7 @@ def run(config: JobConfig) -> int:
             print(to_toml(config))
     if config.job.dry_run:
         return _dry_run(config, rank, world_size, device_type)
-    return _train(config, rank, device_type)
+    return _train(config, rank, world_size, device_type)
 
 
 def _dry_run(config: JobConfig, rank: int, world_size: int, device_type: str) -> int:
@@ -53,14 +53,16 @@ def _dry_run(config: JobConfig, rank: int, world_size: int, device_type: str) ->
     return EXIT_DONE
 
 
-def _train(config: JobConfig, rank: int, device_type: str) -> int:
+def _train(config: JobConfig, rank: int, world_size: int, device_type: str) -> int:
     from titanforge.checkpoint import CheckpointError
     from titanforge.data import DataError
+    from titanforge.layout import build_dims, check_model
     from titanforge.parallelisms import PeerFailure
     from titanforge.trainer import Trainer
 
     trainer: Trainer | None = None
     try:
+        check_model(config, build_dims(config, world_size))
         trainer = Trainer(config, device_type)
         trainer.train()
         return EXIT_DONE

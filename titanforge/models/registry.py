@@ -50,6 +50,19 @@ def build_model(
 
     Raises ValueError for an unknown family, flavor or field, and for sizes that do not fit together.
     """
+    args = model_args(name, flavor, vocab_size=vocab_size, seq_len=seq_len, overrides=overrides)
+    return MODELS[name].build(args), args
+
+
+def model_args(
+    name: str,
+    flavor: str,
+    *,
+    vocab_size: int | None = None,
+    seq_len: int,
+    overrides: Mapping[str, Any] | None = None,
+) -> Any:
+    """The arguments of that model, as for ``build_model``; without a vocabulary if nothing gives one."""
     spec = MODELS[_known(name, MODELS, "model.name")]
     args = spec.flavors[_known(flavor, spec.flavors, "model.flavor")]
     changes = {key: value for key, value in (overrides or {}).items() if value is not None}
@@ -64,7 +77,7 @@ def build_model(
             f"the tokenizer has {vocab_size} tokens, the model's vocabulary {args.vocab_size}: "
             f"set model.vocab_size to at least {vocab_size}"
         )
-    return spec.build(args), args
+    return args
 
 
 def _known(word: str, known: Mapping[str, Any] | set[str], what: str) -> str:

@@ -1,0 +1,82 @@
+"""Whether the degrees of ``[parallelism]`` fit each other, the ranks that were started, and the sequences."""
+
+from __future__ import annotations
+
+from titanforge.config import schema
+from titanforge.config.schema import refusal, show
+from titanforge.config.sections import JobConfig
+
+
+def check_ranks(config: JobConfig, world_size: int) -> int:
+    """Returns the number of data-parallel ranks, dp_replicate x dp_shard.
+
+    Raises:
+        ConfigError: naming the key, its value and what would fit.
+    """
+    parallelism = config.parallelism
+    for axis in ("pipeline", "expert"):
+        path = f"parallelism.{axis}_parallel_degree"
+        if schema.get_value(config, path) > 1:
+            raise refusal(
+                config,
+                path,
+                f"{axis} parallelism is not available yet: set it to 1 and spread the model with"
+                " parallelism.data_parallel_shard_degree",
+            )
+    left, taken = world_size, ""
+    for name in ("tensor_parallel", "context_parallel", "data_parallel_replicate"):
+        path = f"parallelism.{name}_degree"
+        degree = schema.get_value(config, path)
+        if left % degree:
+            raise refusal(
+                config,
+                path,
+                f"does not divide the number of ranks, {world_size}{taken}: use a divisor of it, or start"
+                " another number of ranks (torchrun --nproc_per_node)",
+            )
+        if degree > 1:
+            taken += f" / {name}_degree = {degree}"
+        left //= degree
+    shard = parallelism.data_parallel_shard_degree
+    if shard not in (-1, left):
+        total = world_size // left * shard
+        others = taken.replace(" / ", " x ").removeprefix(" x ") or "data_parallel_replicate_degree = 1"
+        raise refusal(
+            config,
+            "parallelism.data_parallel_shard_degree",
+            f"times {others} makes {total} ranks, but {world_size} were started: set it to -1 (here {left}),"
+            f" or start {total} ranks",
+        )
+    if world_size > left * parallelism.data_parallel_replicate_degree:
+        _check_split_sequences(config)
+    return parallelism.data_parallel_replicate_degree * left
+
+
+def _check_split_sequences(config: JobConfig) -> None:
+    """What holds where ranks share sequences, along the tensor axis or the context axis."""
+    parallelism = config.parallelism
+    tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    pieces = tensor * context * (2 if context > 1 and parallelism.context_parallel_method == "ring" else 1)
+    for path in ("training.seq_len", "validation.seq_len"):
+        length = schema.get_value(config, path)
+        if length is not None and length % pieces:
+            raise refusal(
+                config,
+                path,
+                f"must be a multiple of {pieces}, as the ranks of parallelism.tensor_parallel_degree ="
+                f" {tensor} and context_parallel_degree = {context} share each sequence: use"
+                f" {-(-length // pieces) * pieces}",
+            )
+    for path, wanted in (
+        ("compile.enable", False),
+        ("training.enable_cpu_offload", False),
+        ("sync.policy", "every_step"),
+        ("sync.reduce", "gradients"),
+    ):
+        if schema.get_value(config, path) != wanted:
+            raise refusal(
+                config,
+                path,
+                "is not available with parallelism.tensor_parallel_degree or context_parallel_degree above 1:"
+                f" set it to {show(wanted)}",
+            )

@@ -1,0 +1,111 @@
+"""How the ranks share a model: the degrees of a configuration, whether a model fits them, and doing it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanforge.config import JobConfig
+from titanforge.models.registry import model_args
+from titanforge.parallelisms import (
+    ParallelDims,
+    apply_activation_checkpoint,
+    apply_compile,
+    apply_fsdp,
+    apply_mixed_precision,
+    apply_tensor_parallel,
+    check_tensor_parallel,
+    complete_gradients,
+    pad_sequences,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NOT_OVERRIDES = ("name", "flavor", "hf_assets_path")  # every other key of [model] is one
+
+
+def build_dims(config: JobConfig, world_size: int) -> ParallelDims:
+    """The degrees of a run on ``world_size`` ranks.
+
+    Raises:
+        ValueError: they do not make that number.
+    """
+    parallelism = config.parallelism
+    return ParallelDims(
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=parallelism.data_parallel_shard_degree,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        pp=parallelism.pipeline_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        world_size=world_size,
+    )
+
+
+def model_overrides(config: JobConfig) -> dict[str, Any]:
+    """The keys of ``[model]`` that change a size."""
+    return {key: value for key, value in vars(config.model).items() if key not in NOT_OVERRIDES}
+
+
+def longest_sequence(config: JobConfig) -> int:
+    """Tokens of the longest sequence that the model will see."""
+    return max(config.training.seq_len, config.validation.seq_len or 0)
+
+
+def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None:
+    """Whether the model can be split so; needs no process and no memory.
+
+    args: the built model's; None: those that the configuration names, whose vocabulary may not be known yet.
+
+    Raises:
+        ValueError: naming the key and what would fit.
+    """
+    if args is None:
+        args = model_args(
+            config.model.name,
+            config.model.flavor,
+            seq_len=longest_sequence(config),
+            overrides=model_overrides(config),
+        )
+        args.check()
+    check_tensor_parallel(
+        dims.tp,
+        n_heads=args.n_heads,
+        n_kv_heads=args.n_kv_heads,
+        ffn_dim=args.ffn_dim,
+        vocab_size=args.vocab_size,
+        n_experts=getattr(args, "n_experts", 0),
+    )
+
+
+def parallelize(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
+    """Split a model that is on meta, inside out: tensor, recomputation, compiling, shards; give it memory."""
+    training, checkpointing = config.training, config.activation_checkpoint
+    tensor_mesh = dims.get_optional_mesh("tp")
+    if tensor_mesh is not None:
+        apply_tensor_parallel(model, tensor_mesh)
+        pad_sequences(model, dims.tp)
+    apply_activation_checkpoint(
+        model, checkpointing.mode, checkpointing.selective_ac_option, checkpointing.preserve_rng_state
+    )
+    if config.compile.enable and "model" in config.compile.components:
+        apply_compile(model, config.compile.backend)
+    if config.compile.enable and "loss" in config.compile.components:
+        model.get_submodule("output").compile(backend=config.compile.backend, fullgraph=True)
+    compute = training.mixed_precision_param if training.dtype == "float32" else training.dtype
+    shard_mesh = dims.get_optional_mesh("dp_shard_cp")
+    if shard_mesh is not None:
+        apply_fsdp(
+            model,
+            shard_mesh,
+            param_dtype=DTYPES[compute],
+            reduce_dtype=DTYPES[training.mixed_precision_reduce],
+            reshard_policy=config.parallelism.fsdp_reshard_after_forward,
+            cpu_offload=training.enable_cpu_offload,
+        )
+    else:
+        apply_mixed_precision(model, DTYPES[compute])
+    model.to_empty(device="cpu" if training.enable_cpu_offload else device)
+    if tensor_mesh is not None and shard_mesh is None:
+        complete_gradients(model)

@@ -116,11 +116,11 @@ def check_hyper(epilogue: Epilogue, hyper: Tensor, rng: Tensor | None, stochasti
     """Check the hyperparameter vector (fp32) and the random key (int64 [2]: seed, step)."""
     if (
         hyper.dtype != torch.float32
-        or hyper.shape[-1:] != (epilogue.hyper_length,)
+        or hyper.shape[-1] < epilogue.hyper_length  # a rule may have more, for its weight update
         or not hyper.is_contiguous()
     ):
         raise ValueError(
-            f"{epilogue.name} takes a contiguous fp32 hyper vector of {epilogue.hyper_length} values "
+            f"{epilogue.name} takes a contiguous fp32 hyper vector of {epilogue.hyper_length} or more values "
             f"{epilogue.hyper_names}, not {hyper.dtype} {tuple(hyper.shape)}"
         )
     if stochastic and (rng is None or rng.dtype != torch.int64 or rng.shape != (2,)):

@@ -405,6 +405,8 @@ def odd_config() -> JobConfig:
             value = [ParamGroup("a.b", lr=1e-20, beta1=0.5), ParamGroup('"q\\d"', weight_decay=3.0)]
         elif item is DataSource:
             value = [DataSource("text", "a.txt", 0.1), DataSource("c4", name='"q\\d"', split="x")]
+        elif item is float:
+            value = [1e-20, -0.5, 3.0]
         elif item is not None:
             value = ["a", 'b "c", \\n \n\t', "[d]", ""]
         elif inner is bool:

@@ -439,7 +439,7 @@ def test_rules_are_checked_by_name():
     message = refusal_of("--optimizer.name=muon", "--optimizer.scalar.name=Muon")
     assert message == 'optimizer.scalar.name = "Muon": takes matrices alone: use AdamW, Lion or the like'
     assert refusal_of("--optimizer.nesterov") == (
-        'optimizer.nesterov = true: optimizer.name = "AdamW" has no Nesterov form (these have: muon, sgd)'
+        'optimizer.nesterov = true: optimizer.name = "AdamW" has no Nesterov form (these have: dobb, muon, rmnp, sgd)'
     )
     assert (
         validate("--optimizer.name=adam-mini")

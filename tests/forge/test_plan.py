@@ -103,6 +103,8 @@ def test_meshes(name: str, mesh: dict[str, int], granule: Granule, axes: tuple[s
 
 def test_nesterov_reads_the_gradient_after_the_state() -> None:
     assert plan(build_rule("muon", nesterov=True), LINEAR, {}, Schedule()).granule is Granule.LAYER
+    # Its bases are refreshed after backward, when a formed gradient would be gone.
+    assert plan(build_rule("dobb", nesterov=True), LINEAR, {}, Schedule()).granule is Granule.MODEL
     assert plan(build_rule("sgd", nesterov=True), LINEAR, {}, Schedule()).granule is Granule.TILE
     assert plan(build_rule("sgd", nesterov=True), LINEAR, {}, FOUR).granule is Granule.ACCUMULATOR
     assert plan(build_rule("sgd", momentum=0.0), LINEAR, {}, FOUR).granule is Granule.ACCUMULATOR

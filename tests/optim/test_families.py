@@ -158,6 +158,13 @@ def muon_nesterov(w: Tensor, g: Tensor, s: dict, lr: float, t: int) -> Tensor:
     return w * (1 - lr * DECAY) - lr * 0.2 * math.sqrt(max(w.shape)) * direction
 
 
+def rmnp(w: Tensor, g: Tensor, s: dict, lr: float, t: int) -> Tensor:
+    """Each row of the momentum to unit norm, on the shared scale."""
+    s["m"] = MOMENTUM * s.get("m", 0.0) + g
+    rows = torch.stack([row / row.norm() for row in s["m"]])
+    return w * (1 - lr * DECAY) - lr * 0.2 * math.sqrt(max(w.shape)) * rows
+
+
 def scion(w: Tensor, g: Tensor, s: dict, lr: float, t: int) -> Tensor:
     """Pethick et al. 2025, spectral norm; alpha = 1 - momentum."""
     s["m"] = MOMENTUM * s.get("m", 0.0) + (1 - MOMENTUM) * g
@@ -220,6 +227,7 @@ PLAIN: dict[str, tuple[str, dict, Callable[..., Tensor], float]] = {
     "lion": ("lion", {}, lion, 2e-6),
     "lamb": ("lamb", {}, lamb, 2e-6),
     "muon": ("muon", {}, muon, 2e-5),
+    "rmnp": ("rmnp", {}, rmnp, 2e-6),
     "muon_nesterov": ("muon", {"nesterov": True}, muon_nesterov, 2e-5),
     "scion": ("scion", {}, scion, 2e-5),
     "adam_mini": ("adam_mini", {}, adam_mini, 2e-6),
@@ -247,7 +255,10 @@ def test_equals_the_paper(case: str) -> None:
 
 
 def test_every_rule_has_a_reference() -> None:
-    assert {name for name, *_ in TORCH.values()} | {name for name, *_ in PLAIN.values()} == set(RULES)
+    elsewhere = {"dion", "dobb"}  # test_dion.py, test_dobb.py
+    assert {name for name, *_ in TORCH.values()} | {name for name, *_ in PLAIN.values()} | elsewhere == set(
+        RULES
+    )
 
 
 def test_muon_equals_torch() -> None:

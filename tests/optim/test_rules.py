@@ -7,7 +7,7 @@ import torch
 
 from titanforge.kernels.references import HYPER_NAMES, REFERENCES, STATE_SLOTS
 from titanforge.optim.registry import RULES, build_rule
-from titanforge.optim.rule import Reach, UpdateRule
+from titanforge.optim.rule import Reach, StateGlobalRule, UpdateRule
 
 COORDINATE, LAYER = Reach.COORDINATE, Reach.LAYER
 OPTIONS = {"lr": 0.1, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "momentum": 0.9}
@@ -28,6 +28,9 @@ TABLE = [
     ("lamb", {}, 2, COORDINATE, False, LAYER, False, ("m", "v")),
     ("muon", {}, 2, COORDINATE, True, LAYER, False, ("m",)),
     ("muon", {"nesterov": True}, 2, COORDINATE, True, LAYER, True, ("m",)),
+    ("rmnp", {}, 2, COORDINATE, True, LAYER, False, ("m",)),
+    ("dion", {}, 2, COORDINATE, True, LAYER, False, ("m",)),
+    ("dobb", {}, 2, COORDINATE, True, LAYER, False, ("m",)),
     ("scion", {}, 2, COORDINATE, True, LAYER, False, ("m",)),
     ("adam_mini", {}, 3, LAYER, False, LAYER, False, ("m", "v")),
     ("adafactor", {}, 3, LAYER, False, LAYER, True, ("rows", "columns")),
@@ -55,6 +58,13 @@ def one_step(rule: UpdateRule, g: torch.Tensor, w: torch.Tensor, state: tuple) -
     return rule.update(g, w, state, torch.tensor(rule.hyperparameters(OPTIONS, 3)))
 
 
+def state_after(rule: UpdateRule, g: torch.Tensor, w: torch.Tensor, state: tuple) -> tuple:
+    """What A leaves; U may write more (Dion)."""
+    if isinstance(rule, StateGlobalRule):
+        return rule.state_update(g, w, state, torch.tensor(rule.hyperparameters(OPTIONS, 3)))
+    return one_step(rule, g, w, state)[1]
+
+
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0] + "".join(f"-{k}" for k in row[1]))
 def test_declarations_hold(row: tuple) -> None:
     """Change one coordinate of G: A's reach is where the state changes. And A is affine if it says so."""
@@ -64,16 +74,14 @@ def test_declarations_hold(row: tuple) -> None:
     state = tuple(torch.rand(slot.shape_for(w.shape), generator=generator) for slot in rule.slots)
     poked = g.clone()
     poked[1, 2] += 50.0  # far enough to win any maximum
-    _, before = one_step(rule, g, w, state)
-    _, after = one_step(rule, poked, w, state)
+    before, after = state_after(rule, g, w, state), state_after(rule, poked, w, state)
     changed = [(b != a) for b, a in zip(before, after) if b.shape == w.shape]
     if rule.a_reads is COORDINATE:
         assert all(c.sum() == 1 and c[1, 2] for c in changed)
     elif rule.name == "lars":
         assert changed[0].sum() > 1
     # A(S, (G + G') / 2) is the mean of A(S, G) and A(S, G') exactly when A is affine.
-    _, middle = one_step(rule, (g + other) / 2, w, state)
-    _, second = one_step(rule, other, w, state)
+    middle, second = state_after(rule, (g + other) / 2, w, state), state_after(rule, other, w, state)
     linear = all(torch.allclose(m, (a + b) / 2, atol=1e-6) for m, a, b in zip(middle, before, second))
     assert linear == rule.a_affine
 
@@ -83,6 +91,7 @@ def test_a_refused_step_keeps_every_bit(row: tuple) -> None:
     rule = build_rule(row[0], **row[1])
     w = torch.randn(4, 5)
     state = tuple(torch.rand(slot.shape_for(w.shape)) for slot in rule.slots)
+    state = (*state, *rule.new_auxiliary(w.shape, w.device))
     h = torch.tensor(rule.hyperparameters(OPTIONS, 3))
     h[0] = 0.0
     new_w, new_state = rule.update(torch.full_like(w, torch.nan), w, state, h)
@@ -90,11 +99,14 @@ def test_a_refused_step_keeps_every_bit(row: tuple) -> None:
     assert all(torch.equal(n, s) for n, s in zip(new_state, state))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "adam_mini", "sm3", "lamb", "lars"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "muon", "rmnp", "dion", "adafactor", "adam_mini", "sm3", "lamb", "lars"]
+)
 def test_leading_dims_are_a_batch_of_independent_matrices(name: str) -> None:
     rule = build_rule(name)
     w, g = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
     state = tuple(torch.rand(slot.shape_for(w.shape)) for slot in rule.slots_for(w.shape))
+    state = (*state, *rule.new_auxiliary(w.shape, w.device))
     together, new_state = one_step(rule, g, w, state)
     for expert in range(3):
         alone, alone_state = one_step(rule, g[expert], w[expert], tuple(s[expert] for s in state))

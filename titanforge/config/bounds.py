@@ -26,6 +26,16 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "optimizer.momentum": (0, 1),
     "optimizer.scalar.lr": (0, None),
     "optimizer.scalar.beta1": (0, 1),
+    "optimizer.update_scale_tau": (0, None),
+    "optimizer.muon.steps": (1, None),
+    "optimizer.dion.rank_fraction": (0, None),
+    "optimizer.dobb.blocks": (1, None),
+    "optimizer.dobb.block_width": (0, None),
+    "optimizer.dobb.period": (1, None),
+    "optimizer.dobb.decay": (0, 1),
+    "optimizer.dobb.iterations": (0, None),
+    "optimizer.dobb.shift": (0, None),
+    "optimizer.dobb.relative_shift": (0, None),
     "optimizer.scalar.beta2": (0, 1),
     "optimizer.scalar.eps": (0, None),
     "optimizer.scalar.weight_decay": (0, None),
@@ -66,7 +76,7 @@ MINUS_ONE_OR_POSITIVE = (
     "training.global_batch_size",
     "parallelism.data_parallel_shard_degree",
 )
-SHARES = ("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor")
+SHARES = ("optimizer.dion.rank_fraction", "lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor")
 
 
 def check_bounds(config: JobConfig) -> None:

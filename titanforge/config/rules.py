@@ -15,12 +15,15 @@ RULE_KEYS: dict[str, frozenset[str]] = {
     "adam_mini": _ADAM,
     "adamax": _ADAM,
     "adamw": _ADAM,
+    "dion": frozenset({"momentum"}),
+    "dobb": frozenset({"momentum", "nesterov"}),
     "lamb": _ADAM,
     "lars": frozenset({"momentum"}),
     "lion": frozenset({"beta1", "beta2"}),
     "muon": frozenset({"momentum", "nesterov"}),
     "nadam": _ADAM,
     "radam": _ADAM,
+    "rmnp": frozenset({"momentum", "nesterov"}),
     "rmsprop": frozenset({"beta2", "eps"}),
     "scion": frozenset({"momentum"}),
     "sgd": frozenset({"momentum", "nesterov"}),
@@ -28,7 +31,7 @@ RULE_KEYS: dict[str, frozenset[str]] = {
 }
 """Rule → the keys it reads beside lr and weight_decay, which all read."""
 
-MATRIX_RULES = frozenset({"muon", "scion"})
+MATRIX_RULES = frozenset({"dion", "dobb", "muon", "rmnp", "scion"})
 """Rules that take matrices alone and leave the other weights to ``[optimizer.scalar]``."""
 
 

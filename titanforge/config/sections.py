@@ -135,6 +135,52 @@ class ScalarOptimizer:
 
 
 @dataclass
+class MuonOptions:
+    steps: int = 5
+    """Newton-Schulz iterations (Muon, Scion)."""
+    coefficients: list[float] = field(default_factory=lambda: [3.4445, -4.7750, 2.0315])
+    """a, b, c of the iteration X <- a X + (b A + c A A) X, A = X X^T (Muon, Scion)."""
+
+
+@dataclass
+class DionOptions:
+    rank_fraction: float = 1.0
+    """rho: the rank is max(1, floor(rho min(m, n)))."""
+    error_feedback: bool = True
+    """M keeps what the low rank leaves out (Dion); false: M <- mu M + G (CurvaDion, section 2.1)."""
+
+
+@dataclass
+class DobbOptions:
+    side: Literal["A", "G"] = "A"
+    """Basis from input activations (A, Dobb) or from output gradients (G, Dobb-G)."""
+    norm: Literal["linf", "l2"] = "linf"
+    """Coefficients: their sign (linf), or columns of unit norm (l2)."""
+    blocks: int = 1
+    """B: blocks of the input axis (side A) or the output axis (G); must divide it. B = n: sign momentum."""
+    block_width: int = 0
+    """Width of a block instead of their number, the same for every weight; 0: `blocks` counts."""
+    period: int = 9
+    """T: steps from one capture and refresh to the next."""
+    decay: float = 0.95
+    """beta_C: decay of the second moments, per capture."""
+    capture: Literal["first", "all"] = "first"
+    """Micro-batches of a refresh step that are captured."""
+    iterations: int = 1
+    """k: warm orthogonal iterations a refresh; 0: an exact eigendecomposition every time."""
+    qr: Literal["householder", "cholesky"] = "cholesky"
+    """How an iteration orthonormalises. The paper's principal runs use householder."""
+    shift: float = 1e-6
+    """eps: added to the diagonal at the cold start and before Householder QR."""
+    relative_shift: float = 1e-2
+    """omega: before Cholesky QR the shift is omega times the largest absolute row sum of C."""
+    statistics_dtype: Literal["float32", "bfloat16"] = "float32"
+    """How second moments are stored between refreshes."""
+    basis_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """How bases are stored."""
+
+
+@dataclass
 class Optimizer:
     name: str = "AdamW"
     """Update rule, any case: see docs/optimizers.md for the list."""
@@ -151,7 +197,14 @@ class Optimizer:
     momentum: float = 0.9
     """Momentum of SGD and of the matrix rules."""
     nesterov: bool = False
-    """Nesterov momentum (SGD, Muon)."""
+    """Nesterov momentum (SGD, Muon, RMNP, Dobb)."""
+    update_scale: Literal["shared", "own", "rank_corrected"] = "shared"
+    """s, by which a matrix rule multiplies its update. `shared`: tau sqrt(max(m, n)) for all of them; `own`:
+    each method's (docs/optimizers.md); `rank_corrected`: Dion's tau sqrt(m n / r)."""
+    update_scale_tau: float = 0.2
+    """tau of the shared scale: 0.2 matches the size of AdamW's updates, so that its learning rate serves."""
+    per_head: bool = False
+    """Matrix rules take each head of a query, key or value projection as a matrix of its own."""
     implementation: Literal["native", "fused", "foreach", "for-loop"] = "native"
     """`native`: titanforge's rules. The others: torch.optim's implementations (AdamW, Adam, SGD)."""
     state_dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32"
@@ -162,6 +215,12 @@ class Optimizer:
     """Groups by name pattern (`[[optimizer.param_groups]]`); what none matches gets the defaults."""
     scalar: ScalarOptimizer = field(default_factory=ScalarOptimizer)
     """The rule beside a matrix rule."""
+    muon: MuonOptions = field(default_factory=MuonOptions)
+    """Muon and Scion."""
+    dion: DionOptions = field(default_factory=DionOptions)
+    """Dion."""
+    dobb: DobbOptions = field(default_factory=DobbOptions)
+    """Dobb."""
 
 
 @dataclass

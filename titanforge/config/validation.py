@@ -77,6 +77,16 @@ def _check_parallelism(config: JobConfig, world_size: int) -> int:
         raise refusal(
             config,
             "parallelism.data_parallel_shard_degree",
+    name = rule_name(config.optimizer.name)
+    if len(config.optimizer.muon.coefficients) != 3:
+        raise refusal(config, "optimizer.muon.coefficients", "must be three numbers: a, b, c")
+    scale = config.optimizer.update_scale
+    if (scale == "rank_corrected" and name != "dion") or (scale == "own" and name == "dobb"):
+        raise refusal(
+            config, "optimizer.update_scale", f'{name} has no such scale: take "shared", tau sqrt(max(m, n))'
+        )
+    if name == "dion" and config.optimizer.dion.rank_fraction == 0:
+        raise refusal(config, "optimizer.dion.rank_fraction", "must be more than 0, at most 1")
             f"times data_parallel_replicate_degree = {replicate} makes {replicate * shard} ranks, but"
             f" {world_size} were started: set it to -1 (here {world_size // replicate}), or start"
             f" {replicate * shard} ranks",

@@ -15,6 +15,7 @@ from titanforge.forge.plan import ParamPlan, Placement, Schedule, plan
 from titanforge.forge.probe import probe_readers
 from titanforge.forge.report import PlanLine
 from titanforge.optim.build import OptimizerOptions, build_groups, build_recipe
+from titanforge.optim.dobb.capture import install_hooks
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import UpdateRule
 from titanforge.optim.states import Recipe
@@ -65,6 +66,7 @@ def attach(
             "one, or set forge.enable = false"
         )
     steps, recipe = steps or Steps(), recipe or Recipe()
+    captured = install_hooks(model, groups)
     covered = cover(model, probe_readers(model, probe))
     plans = _plan_weights(groups, recipe, covered, steps, planner)
     return ForgeOptimizer(
@@ -76,6 +78,7 @@ def attach(
         micro_batches=steps.micro_batches,
         max_norm=steps.max_norm,
         seed=seed,
+        captured=captured,
     )
 
 

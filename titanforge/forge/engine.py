@@ -45,8 +45,9 @@ class ForgeOptimizer(RuleOptimizer):
         micro_batches: int = 1,
         max_norm: float = 0.0,
         seed: int = 0,
+        captured: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        super().__init__(groups, recipe, seed=seed)
+        super().__init__(groups, recipe, seed=seed, captured=captured)
         self._model = model
         self._plans = plans
         self._micro_batches = micro_batches
@@ -117,6 +118,7 @@ class ForgeOptimizer(RuleOptimizer):
                 f"the plan is for {self._micro_batches} micro-batches a step, not {num_micro_batches}: "
                 "attach again"
             )
+        super().begin_step(num_micro_batches)
         self.prepare_step()
         self._clock.index = -1
         self._clock.running = False
@@ -137,6 +139,7 @@ class ForgeOptimizer(RuleOptimizer):
                 f"micro-batch {micro_batch_index} follows {clock.index}: call begin_step, then "
                 "before_backward with 0, 1, … in turn"
             )
+        super().before_backward(micro_batch_index, apply_flag)
         clock.index, clock.running = micro_batch_index, True
         if micro_batch_index == 0:
             self._flag.fill_(1.0)
@@ -202,6 +205,8 @@ class ForgeOptimizer(RuleOptimizer):
             assert norm is not None, "the plan joins no micro-batches in states if it needs their norm"
         self._finish_sinks()
         tables = self._table.tables()
+        if self.capture is not None:
+            self.capture.refresh(self._flag)
         for family, hyper in zip(self._families, tables):
             self._update_deferred(family, hyper)
         applied = self._flag.clone()
@@ -285,7 +290,7 @@ def _fill(hyper: Hyper, rule: UpdateRule) -> None:
     ):
         return
     if rule.kernel_name == "momentum_state":
-        hyper.first.copy_(hyper.table)
+        hyper.first.copy_(hyper.table[:, :6])
     elif rule.kernel_name == "sgd_momentum":
         hyper.first[:, :5].copy_(hyper.table)
         hyper.first[:, 5] = 1.0

@@ -102,6 +102,9 @@ def plan(rule: UpdateRule, placement: Placement, mesh: Mapping[str, int], schedu
         return ParamPlan(Granule.MODEL, placement.excluded)
     if rule.regime == 4:
         return ParamPlan(Granule.MODEL, f"{rule.name} reads every gradient before any update")
+    if rule.u_reads_capture and rule.u_reads_gradient:
+        why = f"U of {rule.name} reads the gradient and bases that are complete after backward"
+        return ParamPlan(Granule.MODEL, why)
     folds = folds_into_state(rule)
     replicated = tuple(axis for axis in ("dp_replicate", "cp") if mesh.get(axis, 1) > 1)
     if mesh.get("dp_shard", 1) > 1:
@@ -134,7 +137,8 @@ def _at_once(rule: UpdateRule, placement: Placement) -> ParamPlan:
         if rule.u_reads_gradient:
             return ParamPlan(Granule.LAYER, f"U of {rule.name} reads the layer's state and the gradient")
         if folds_into_state(rule):
-            why = "A is affine: the product accumulates into the state; U follows after backward"
+            writes = " and writes the state" if rule.u_writes_state else ""
+            why = f"A is affine: the product accumulates into the state; U follows after backward{writes}"
             return ParamPlan(Granule.STATE, why, deferred=True)
         return ParamPlan(Granule.TILE, "A reads one coordinate; U follows after backward", deferred=True)
     if placement.kind == "vector":

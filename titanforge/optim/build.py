@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from titanforge.optim.baseline import TorchOptimizer
+from titanforge.optim.dobb.capture import install_hooks
 from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.matrix_options import DionOptions, DobbOptions, MatrixOptions, MuonOptions
 from titanforge.optim.param_groups import (
     ParamGroupSpec,
     PatternGroup,
     RuleOptions,
     build_param_groups,
+    matrix_parts,
     named_trainable_parameters,
 )
 from titanforge.optim.registry import build_rule
-from titanforge.optim.states import Recipe
+from titanforge.optim.states import Recipe, matrix_shape
 
 
 class ScalarOptions(Protocol):
@@ -42,6 +45,20 @@ class OptimizerOptions(Protocol):
     weight_decay: float
     momentum: float
     nesterov: bool
+    update_scale_tau: float
+    per_head: bool
+
+    @property
+    def update_scale(self) -> str: ...
+
+    @property
+    def muon(self) -> Any: ...
+
+    @property
+    def dion(self) -> Any: ...
+
+    @property
+    def dobb(self) -> Any: ...
 
     @property
     def implementation(self) -> str: ...
@@ -72,7 +89,7 @@ def build_optimizer(
     groups = build_groups(model, options)
     recipe = build_recipe(options, training_dtype)
     if options.implementation == "native":
-        return RuleOptimizer(groups, recipe, seed=seed)
+        return RuleOptimizer(groups, recipe, seed=seed, captured=install_hooks(model, groups))
     for key, value, only in (
         # torch.optim keeps states in the weights' dtype: the default is not read.
         ("state_dtype", options.state_dtype, ("float32", training_dtype)),
@@ -100,7 +117,9 @@ def build_groups(model: nn.Module, options: OptimizerOptions) -> list[ParamGroup
     """The parameter groups alone, also for a model on meta: for printing them without memory."""
     _check_ranges(options)
     scalar = options.scalar
-    main_rule = build_rule(options.name, momentum=options.momentum, nesterov=options.nesterov)
+    main_rule = build_rule(
+        options.name, momentum=options.momentum, nesterov=options.nesterov, matrix=matrix_options(options)
+    )
     main = RuleOptions(main_rule, _values(options, options.lr, options.momentum))
     beside = None
     if main_rule.matrix_only:
@@ -113,7 +132,20 @@ def build_groups(model: nn.Module, options: OptimizerOptions) -> list[ParamGroup
         lr = options.lr if scalar.lr is None else scalar.lr
         beside = RuleOptions(rule, _values(scalar, lr, options.momentum), "optimizer.scalar")
     named, roles = named_trainable_parameters(model)
-    return build_param_groups(named, main, options.param_groups, scalar=beside, roles=roles)
+    parts = matrix_parts(model, options.per_head)
+    return build_param_groups(named, main, options.param_groups, scalar=beside, roles=roles, parts=parts)
+
+
+def matrix_options(options: OptimizerOptions) -> MatrixOptions:
+    """What the rules of matrices read of the section."""
+    muon = vars(options.muon)
+    return MatrixOptions(
+        update_scale=options.update_scale,
+        tau=options.update_scale_tau,
+        muon=MuonOptions(**{**muon, "coefficients": tuple(muon["coefficients"])}),
+        dion=DionOptions(**vars(options.dion)),
+        dobb=DobbOptions(**vars(options.dobb)),
+    )
 
 
 def _values(section: OptimizerOptions | ScalarOptions, lr: float, momentum: float) -> dict[str, float]:
@@ -160,10 +192,13 @@ def state_bytes(groups: Sequence[ParamGroupSpec], options: OptimizerOptions) -> 
     """
     total = 0.0
     for group in groups:
-        for param in group.params:
+        for name, param in zip(group.names, group.params):
             itemsize = STATE_ITEM_BYTES[options.state_dtype]
             if options.implementation != "native":
                 itemsize = param.element_size()
+            shape = matrix_shape(param.shape, group.parts.get(name, 1))
+            for auxiliary in group.rule.auxiliary_slots(shape):
+                total += auxiliary.shape.numel() * auxiliary.dtype.itemsize
             for slot in group.rule.slots_for(param.shape):
                 stored = itemsize if slot.shape == "weight" else 4
                 total += slot.shape_for(param.shape).numel() * stored

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titanforge.kernels.codecs import Codec
+from titanforge.optim.dobb.capture import DobbCapture, build_capture
 from titanforge.optim.hyper_table import HyperTable
 from titanforge.optim.local_update import (
     LocalWeight,
@@ -29,12 +30,16 @@ from titanforge.optim.states import (
     new_state,
     refuse_sharded,
     tensor_id,
+    new_auxiliary,
 )
 
 
 @dataclass
 class Entry:
-    """One parameter with its states; `master` is the fp32 weight behind a bfloat16 one."""
+    """One parameter with its states; `master` is the fp32 weight behind a bfloat16 one.
+
+    auxiliary, parts: as in `LocalWeight`. beside: what a checkpoint holds of it besides.
+    """
 
     name: str
     param: nn.Parameter
@@ -46,9 +51,13 @@ class Entry:
 
     def saved(self) -> dict[str, Tensor]:
         tensors = {key: tensor for state in self.states for key, tensor in state.saved().items()}
+    auxiliary: dict[str, Tensor] = field(default_factory=dict)
+    parts: int = 1
+    beside: dict[str, Tensor] = field(default_factory=dict)
         return tensors if self.master is None else {**tensors, MASTER_SLOT: self.master}
 
     def item(self) -> LocalWeight:
+        tensors |= self.auxiliary | self.beside
         weight = local_tensor(self.param).detach()
         return LocalWeight(
             weight=weight if self.master is None else local_tensor(self.master),
@@ -61,6 +70,8 @@ class Entry:
         )
 
 
+            auxiliary=tuple(self.auxiliary.values()),
+            parts=self.parts,
 @dataclass
 class Family:
     """The groups of one rule, whose weights are updated together."""
@@ -83,8 +94,15 @@ class RuleOptimizer:
     seed: of stochastic rounding; the bits depend on it, the step, the parameter's name and the coordinate.
     """
 
+    captured: for Dobb, from `install_hooks`: the linears that read its weights. Without them its bases stay
+        the identity.
     def __init__(
-        self, groups: Sequence[ParamGroupSpec], recipe: Recipe | None = None, *, seed: int = 0
+        self,
+        groups: Sequence[ParamGroupSpec],
+        recipe: Recipe | None = None,
+        *,
+        seed: int = 0,
+        captured: Mapping[str, nn.Module] | None = None,
     ) -> None:
         recipe = recipe or Recipe()
         self.groups = list(groups)
@@ -107,6 +125,15 @@ class RuleOptimizer:
 
     @staticmethod
     def _new_family(groups: Sequence[ParamGroupSpec], recipe: Recipe) -> Family:
+        auxiliary = {entry.name: entry.auxiliary for entry in self._all_entries()}
+        self.capture: DobbCapture | None = (
+            build_capture(self.groups, captured, auxiliary) if captured else None
+        )
+        if self.capture is not None:
+            names = {weight.name for weight in self.capture.weights}
+            for entry in self._all_entries():
+                if entry.name in names:
+                    entry.beside["captured_steps"] = self.capture.steps
         rule, entries = groups[0].rule, []
         for row, group in enumerate(groups):
             for name, param in zip(group.names, group.params):
@@ -114,10 +141,14 @@ class RuleOptimizer:
                 states = [
                     new_state(param, slot, recipe.state_codec_for(rule, slot, param))
                     for slot in rule.slots_for(param.shape)
+                parts = group.parts.get(name, 1)
                 ]
                 master = param.detach().float() if recipe.needs_master(param) else None
                 codec = recipe.weight_codec_for(rule, param)
-                entries.append(Entry(name, param, states, master, codec, tensor_id(name), row))
+                auxiliary = new_auxiliary(rule, name, param, parts)
+                entries.append(
+                    Entry(name, param, states, master, codec, tensor_id(name), row, auxiliary, parts)
+                )
         return Family(rule, list(groups), entries)
 
     @property
@@ -157,10 +188,14 @@ class RuleOptimizer:
                 local_tensor(entry.param.grad).zero_()
 
     def begin_step(self, num_micro_batches: int) -> None:
-        """Before a step's first micro-batch. Here gradients wait in `.grad`, and there is nothing to do."""
+        """Before a step's first forward. Here gradients wait in `.grad`; only Dobb has something to do."""
+        if self.capture is not None:
+            self.capture.begin_step(num_micro_batches)
 
     def before_backward(self, micro_batch_index: int, apply_flag: Tensor | None = None) -> None:
-        """Before each backward; for engines that update during it."""
+        """Before each backward; for engines that update during it, and for Dobb."""
+        if self.capture is not None:
+            self.capture.before_backward(micro_batch_index)
 
     @torch.no_grad()
     def step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
@@ -196,6 +231,8 @@ class RuleOptimizer:
         for family, hyper in zip(self._families, tables):
             self._update_family(family, hyper)
         self._fp8.advance(tables[0][0, 0])
+        if self.capture is not None:
+            self.capture.refresh(tables[0][0, 0])
         self._table.advance(flag)
 
     def _calibrate(self, tables: Sequence[Tensor], flag: Tensor | None) -> None:
@@ -277,3 +314,5 @@ def _by_rule(groups: Sequence[ParamGroupSpec]) -> list[list[ParamGroupSpec]]:
     for group in groups:
         families.setdefault(id(group.rule), []).append(group)
     return list(families.values())
+        if self.capture is not None:
+            self.capture.loaded()

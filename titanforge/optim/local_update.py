@@ -30,7 +30,8 @@ class LocalWeight:
 
     weight: what the rule updates: the weight, or its fp32 master. copy: then the weight itself, else None.
     gradient: None stands for zeros. codec: how the weight is stored where not plainly. hyper_row: its group's
-    row.
+    row. auxiliary: states that only U knows. parts: matrices of equal height that the weight is made of, one
+    below the other (a fused QKV, heads); U takes each by itself.
     """
 
     weight: Tensor
@@ -48,6 +49,8 @@ class LocalWeight:
             state.codec.kind == "plain" and not state.codec.stochastic for state in self.states
         )
 
+    auxiliary: tuple[Tensor, ...] = ()
+    parts: int = 1
     def gradient_or_zeros(self) -> Tensor:
         if self.gradient is not None:
             return self.gradient
@@ -134,10 +137,29 @@ def _update_chunk(rule: LocalStateRule, gradient: Tensor, tensors: tuple[Tensor,
 def update_state_global(rule: StateGlobalRule, items: Sequence[LocalWeight], h: Tensor) -> None:
     """U of a regime-2 rule, after A has run; same-shape matrices together."""
     for batch in _batches(items):
-        weights = _stack([item.weight for item in batch])
-        states = _stack_states(batch)
-        gradients = _stack([item.gradient_or_zeros() for item in batch]) if rule.u_reads_gradient else None
-        _unstack_into([item.weight for item in batch], rule.weight_update(weights, states, h, gradients))
+        weights = [split_rows(item.weight, item.parts) for item in batch]
+        states = [
+            [split_rows(item.states[index].values, item.parts) for item in batch]
+            for index in range(len(batch[0].states))
+        ]
+        auxiliary = [list(tensors) for tensors in zip(*(item.auxiliary for item in batch))]
+        gradients = None
+        if rule.u_reads_gradient:
+            gradients = _stack([split_rows(item.gradient_or_zeros(), item.parts) for item in batch])
+        # A quantised state is read here and never written: `Recipe` refuses it where U writes.
+        decoded = tuple(
+            _stack([split_rows(decode(item.states[index]), item.parts) for item in batch])
+            for index in range(len(states))
+        )
+        new_weights, new_states, new_auxiliary = rule.whole_update(
+            _stack(weights), decoded, tuple(_stack_as_stored(tensors) for tensors in auxiliary), h, gradients
+        )
+        _unstack_into(weights, new_weights)
+        if rule.u_writes_state:
+            for targets, new in zip(states, new_states):
+                _unstack_into(targets, new)
+        for targets, new in zip(auxiliary, new_auxiliary):
+            _unstack_into(targets, new)
     write_copies(items)
 
 
@@ -155,19 +177,24 @@ def update_layers(rule: UpdateRule, items: Sequence[LocalWeight], h: Tensor) -> 
 
 def _batches(items: Sequence[LocalWeight]) -> Iterator[list[LocalWeight]]:
     """Items to update together: matrices of one shape, up to a size; anything else alone."""
-    by_shape: dict[torch.Size, list[LocalWeight]] = defaultdict(list)
+    by_shape: dict[tuple[torch.Size, int], list[LocalWeight]] = defaultdict(list)
     for item in items:
         if item.weight.numel() == 0:
             continue
         if item.weight.dim() == 2:
-            by_shape[item.weight.shape].append(item)
+            by_shape[item.weight.shape, item.parts].append(item)
         else:
             # A stack of vectors would read as a matrix, and experts are a batch already.
             yield [item]
-    for shape, group in by_shape.items():
+    for (shape, _), group in by_shape.items():
         size = max(1, _BATCH_BYTES // (4 * shape.numel()))
         for start in range(0, len(group), size):
             yield group[start : start + size]
+def split_rows(tensor: Tensor, parts: int) -> Tensor:
+    """[m, n] as [parts, m / parts, n], a view."""
+    return tensor if parts == 1 else tensor.unflatten(-2, (parts, -1))
+
+
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
@@ -185,3 +212,7 @@ def _unstack_into(targets: Sequence[Tensor], result: Tensor) -> None:
         targets[0].copy_(result)
     else:
         torch._foreach_copy_(list(targets), list(result.unbind(0)))  # pyright: ignore[reportPrivateImportUsage]
+def _stack_as_stored(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
+
+

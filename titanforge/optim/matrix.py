@@ -1,4 +1,4 @@
-"""Regime 2: A reads one coordinate, U reads the layer's state (LAMB, Muon, Scion).
+"""Regime 2: A reads one coordinate, U reads the layer's state (LAMB, Muon, RMNP, Scion).
 
 Dims -2 and -1 are the matrix [out, in]; leading dims are a batch (experts, or same-shape matrices stacked).
 """
@@ -6,12 +6,14 @@ Dims -2 and -1 are the matrix [out, in]; leading dims are a batch (experts, or s
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from titanforge.optim.elementwise import bias_corrections, moment_hyperparameters, slots_of
+from titanforge.optim.matrix_options import MatrixOptions
 from titanforge.optim.newton_schulz import newton_schulz
 from titanforge.optim.rule import State, StateGlobalRule, select
 
@@ -47,61 +49,131 @@ class LAMB(StateGlobalRule):
         return select(h, w - (h[1] * ratio) * direction, w)
 
 
-class Muon(StateGlobalRule):
-    """Orthogonalised momentum (Jordan et al. 2024): M <- mu M + G; W <- W - lr wd W - lr s O(M).
+class MatrixRule(StateGlobalRule):
+    """M <- mu M + gain G; W <- (1 - lr wd) W - lr s O(M), s and O of the whole matrix [m, n].
 
-    s = tau sqrt(max(m, n)), tau = 0.2: the update's root mean square then matches AdamW's (Liu et al. 2025),
-    so that one learning rate serves both rules of a run.
+    O reads the momentum, and auxiliary states of the rule, and may write them. Nesterov: O is taken of
+    G + mu M after the same accumulation.
     """
 
-    name = "muon"
     a_affine = True
     matrix_only = True
     option_names = ("momentum",)
-    tau = 0.2
 
-    def __init__(self, nesterov: bool = False, steps: int = 5) -> None:
+    def __init__(self, options: MatrixOptions | None = None, nesterov: bool = False) -> None:
         self._use_kernel("momentum_state")
         self.slots = slots_of("momentum_state")
         self.u_reads_gradient = nesterov
-        self.steps = steps
+        self.options = options or MatrixOptions()
+        if self.options.update_scale == "rank_corrected" and self.name != "dion":
+            raise ValueError(
+                f'optimizer.update_scale = "rank_corrected" is for Dion, not for {self.name}: take "shared"'
+            )
 
     def own_hyperparameters(self, options: Mapping[str, float], step: int) -> tuple[float, ...]:
         return (options["momentum"], 1.0)
 
-    def weight_update(self, w: Tensor, state: State, h: Tensor, g: Tensor | None = None) -> Tensor:
+    @abstractmethod
+    def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
+        """O [*, m, n] of the momentum, with the momentum and the auxiliary states it leaves; out of place."""
+
+    @abstractmethod
+    def own_scale(self, rows: int, columns: int) -> float:
+        """s where `optimizer.update_scale = "own"`."""
+
+    def scale(self, rows: int, columns: int) -> float:
+        """s of an m x n matrix (Dobb, equation 6, for the shared one)."""
+        if self.options.update_scale == "own":
+            return self.own_scale(rows, columns)
+        return self.options.tau * math.sqrt(max(rows, columns))
+
+    def scaled_direction(
+        self, state: State, auxiliary: State, h: Tensor, g: Tensor | None = None
+    ) -> tuple[Tensor, State, State]:
+        """s O, and what it leaves in the states; where h[0] is 0 these are the old ones, bit for bit."""
         (m,) = state
+        looked_at = m
         if self.u_reads_gradient:
             if g is None:
-                raise ValueError("optimizer.nesterov = true: the weight update of Muon needs the gradient")
-            m = g * h[3] + h[4] * m
-        scale = self.tau * math.sqrt(max(w.shape[-2:]))
-        direction = newton_schulz(m, self.steps)
-        return select(h, (w - (h[1] * h[2]) * w) - (h[1] * scale) * direction, w)
+                raise ValueError(f"optimizer.nesterov = true: the update of {self.name} needs the gradient")
+            looked_at = g * h[3] + h[4] * m
+        rows, columns = m.shape[-2:]
+        update, left, new_auxiliary = self.direction(looked_at, auxiliary, h)
+        kept = (select(h, left, m),) if self.u_writes_state else state
+        new_auxiliary = tuple(select(h, new, old) for new, old in zip(new_auxiliary, auxiliary))
+        return update * self.scale(rows, columns), kept, new_auxiliary
+
+    def move(self, w: Tensor, update: Tensor, h: Tensor) -> Tensor:
+        """W <- (1 - lr wd) W - lr (s O), on any part of the matrix."""
+        return select(h, (w - (h[1] * h[2]) * w) - h[1] * update, w)
+
+    def weight_update(self, w: Tensor, state: State, h: Tensor, g: Tensor | None = None) -> Tensor:
+        return self.whole_update(w, state, (), h, g)[0]
+
+    def whole_update(
+        self, w: Tensor, state: State, auxiliary: State, h: Tensor, g: Tensor | None = None
+    ) -> tuple[Tensor, State, State]:
+        update, state, auxiliary = self.scaled_direction(state, auxiliary, h, g)
+        return self.move(w, update, h), state, auxiliary
 
 
-class Scion(StateGlobalRule):
+class Muon(MatrixRule):
+    """Orthogonalised momentum (Jordan et al. 2024): O = U V^T of M = U S V^T, by Newton-Schulz.
+
+    With the shared scale tau sqrt(max(m, n)), tau = 0.2, the update's root mean square matches AdamW's (Liu
+    et al. 2025), so that one learning rate serves both rules of a run. Its own is sqrt(max(1, m / n)).
+    """
+
+    name = "muon"
+
+    def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
+        muon = self.options.muon
+        return newton_schulz(m, muon.steps, coefficients=muon.coefficients), m, ()
+
+    def own_scale(self, rows: int, columns: int) -> float:
+        return math.sqrt(max(1.0, rows / max(columns, 1)))
+
+
+class RMNP(MatrixRule):
+    """Row-normalised momentum (Deng et al. 2026, as stated in the Dobb paper): each row of M to unit norm.
+
+    A zero row stays zero. Its own scale is Muon's, sqrt(max(1, m / n)).
+    """
+
+    name = "rmnp"
+
+    def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
+        return unit_columns(m.mT).mT, m, ()
+
+    def own_scale(self, rows: int, columns: int) -> float:
+        return math.sqrt(max(1.0, rows / max(columns, 1)))
+
+
+def unit_columns(x: Tensor) -> Tensor:
+    """Columns of [*, m, n] scaled to unit norm; zero columns stay zero."""
+    norm = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+    return torch.where(norm > 0, x / norm, 0.0)
+
+
+class Scion(MatrixRule):
     """Steps on the spectral-norm ball (Pethick et al. 2025): M <- mu M + (1 - mu) G;
     W <- W - lr wd W - lr sqrt(out / in) O(M).
 
     The paper's constrained form W <- (1 - gamma) W - gamma rho ... is lr = gamma rho, weight_decay = 1 / rho;
-    its unconstrained form is weight_decay = 0.
+    its unconstrained form is weight_decay = 0. `optimizer.update_scale` does not change its scale.
     """
 
     name = "scion"
-    a_affine = True
-    matrix_only = True
-    option_names = ("momentum",)
-
-    def __init__(self, steps: int = 5) -> None:
-        self._use_kernel("momentum_state")
-        self.slots = slots_of("momentum_state")
-        self.steps = steps
 
     def own_hyperparameters(self, options: Mapping[str, float], step: int) -> tuple[float, ...]:
         return (options["momentum"], 1.0 - options["momentum"])
 
-    def weight_update(self, w: Tensor, state: State, h: Tensor, g: Tensor | None = None) -> Tensor:
-        scale = math.sqrt(w.shape[-2] / max(w.shape[-1], 1))
-        direction = newton_schulz(state[0], self.steps)
-        return select(h, (w - (h[1] * h[2]) * w) - (h[1] * scale) * direction, w)
+    def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
+        muon = self.options.muon
+        return newton_schulz(m, muon.steps, coefficients=muon.coefficients), m, ()
+
+    def scale(self, rows: int, columns: int) -> float:
+        return self.own_scale(rows, columns)
+
+    def own_scale(self, rows: int, columns: int) -> float:
+        return math.sqrt(rows / max(columns, 1))

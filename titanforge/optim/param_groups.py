@@ -49,13 +49,17 @@ class RuleOptions:
 
 @dataclass
 class ParamGroupSpec:
-    """Weights that share a rule and its options. `options["lr"]` is the peak rate."""
+    """Weights that share a rule and its options. `options["lr"]` is the peak rate.
+
+    parts: by name, the matrices of equal height that a weight is made of; 1 where it is not in here.
+    """
 
     name: str
     rule: UpdateRule
     options: dict[str, float]
     names: list[str] = field(default_factory=list)
     params: list[nn.Parameter] = field(default_factory=list)
+    parts: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_parameters(self) -> int:
@@ -105,6 +109,25 @@ def named_trainable_parameters(
     return named, roles
 
 
+def matrix_parts(model: nn.Module, per_head: bool = False) -> dict[str, int]:
+    """Weights that are several matrices of equal height, one below the other, by clean name.
+
+    A fused query, key and value projection (`wqkv`) is three matrices. per_head: each head of a query, key or
+    value projection is one; the module that owns them states `head_dim`.
+    """
+    found: dict[str, int] = {}
+    for owner_name, owner in model.named_modules():
+        head_dim = getattr(owner, "head_dim", None)
+        for attribute, fused in (("wqkv", 3), ("wq", 1), ("wk", 1), ("wv", 1)):
+            weight = getattr(getattr(owner, attribute, None), "weight", None)
+            if weight is None or weight.dim() != 2:
+                continue
+            count = weight.shape[0] // head_dim if per_head and head_dim else fused
+            if count > 1:
+                found[clean_name(f"{owner_name}.{attribute}.weight".lstrip("."))] = count
+    return found
+
+
 def build_param_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     main: RuleOptions,
@@ -112,6 +135,7 @@ def build_param_groups(
     *,
     scalar: RuleOptions | None = None,
     roles: Mapping[str, Role] | None = None,
+    parts: Mapping[str, int] | None = None,
 ) -> list[ParamGroupSpec]:
     """Deal the parameters to groups of one rule and one set of options.
 
@@ -119,7 +143,8 @@ def build_param_groups(
     main: the rule of `optimizer.name`. If it takes matrices alone, `scalar` owns all other roles.
     groups: patterns searched in the full name; the first that matches wins, and overrides the options it
         states. A stated weight decay holds for norms, biases and embeddings too.
-    roles: role by name; default from the name alone.
+    roles: role by name; default from the name alone. parts: by name, of weights made of several matrices
+        (`matrix_parts`); for rules of matrices.
     Raises ValueError for a pattern that is no regular expression, that owns nothing, or that states an option
     which the rule of one of its weights does not have; for a parameter given twice; and for no parameters.
     """
@@ -155,6 +180,8 @@ def build_param_groups(
         spec = specs.setdefault(key, ParamGroupSpec(label, source.rule, options))
         spec.names.append(name)
         spec.params.append(param)
+        if parts and source.rule.matrix_only and name in parts:
+            spec.parts[name] = parts[name]
     if not specs:
         raise ValueError("the model has no trainable parameter")
     for index, group in enumerate(groups):

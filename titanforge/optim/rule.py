@@ -59,6 +59,18 @@ class StateSlot:
         return weight_shape[:-2]
 
 
+@dataclass(frozen=True)
+class AuxiliarySlot:
+    """A state that A never touches: U reads it and may write it (a basis, a factor, a statistic).
+
+    It does not have the weight's shape, is stored as plain floats, and is whole on every rank.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype = torch.float32
+
+
 class UpdateRule(ABC):
     """What a step does to one weight.
 
@@ -69,6 +81,8 @@ class UpdateRule(ABC):
     u_reads_gradient: U also looks at G (Nesterov, Lion): fine in a register tile, impossible once G is folded
         into the state.
     option_names: the group options that have an effect, beside `lr` and `weight_decay`.
+    u_writes_state: U changes what A has left (Dion's error feedback).
+    u_reads_capture: U reads what was captured in this step's forward or backward, complete only after both.
     matrix_only: for matrices of the blocks alone; `[optimizer.scalar]` takes the other weights.
     """
 
@@ -78,6 +92,8 @@ class UpdateRule(ABC):
     a_affine: ClassVar[bool] = False
     u_reads: ClassVar[Reach] = Reach.COORDINATE
     u_reads_gradient: bool = False
+    u_writes_state: bool = False
+    u_reads_capture: ClassVar[bool] = False
     hyper_names: tuple[str, ...] = COMMON_HYPER_NAMES
     option_names: ClassVar[tuple[str, ...]] = ()
     matrix_only: ClassVar[bool] = False
@@ -94,6 +110,16 @@ class UpdateRule(ABC):
     def slots_for(self, shape: torch.Size) -> tuple[StateSlot, ...]:
         """States of a weight of this shape."""
         return self.slots
+
+    def auxiliary_slots(self, shape: torch.Size) -> tuple[AuxiliarySlot, ...]:
+        """States beside `slots` of a matrix, or of a stack of them, of this shape [*, m, n]."""
+        return ()
+
+    def new_auxiliary(self, shape: torch.Size, device: torch.device, seed: int = 0) -> State:
+        """Their first values: zeros unless the rule says otherwise; the same on every rank."""
+        return tuple(
+            torch.zeros(slot.shape, dtype=slot.dtype, device=device) for slot in self.auxiliary_slots(shape)
+        )
 
     def hyperparameters(self, options: Mapping[str, float], step: int) -> list[float]:
         """The hyperparameter vector of applied step number `step` (1-based), computed in float64.
@@ -165,9 +191,18 @@ class StateGlobalRule(LocalStateRule):
         g: the gradient, for rules with `u_reads_gradient`; the others ignore it.
         """
 
+    def whole_update(
+        self, w: Tensor, state: State, auxiliary: State, h: Tensor, g: Tensor | None = None
+    ) -> tuple[Tensor, State, State]:
+        """U with all that it writes: weight, states and auxiliary states, out of place."""
+        return self.weight_update(w, state, h, g), state, auxiliary
+
     def update(self, g: Tensor, w: Tensor, state: State, h: Tensor) -> tuple[Tensor, State]:
-        new_state = self.state_update(g, w, state, h)
-        return self.weight_update(w, new_state, h, g), new_state
+        """state: that of A, then the auxiliary ones."""
+        count = len(self.slots)
+        after = self.state_update(g, w, state[:count], h)
+        new_weight, new_state, auxiliary = self.whole_update(w, after, state[count:], h, g)
+        return new_weight, (*new_state, *auxiliary)
 
 
 def select(h: Tensor, new: Tensor, old: Tensor) -> Tensor:

@@ -92,6 +92,12 @@ class Recipe:
         if slot.shape != "weight" or self.state_dtype == "float32":
             return CODECS["fp32"]
         stochastic = self.stochastic and self.state_dtype != "fp8"
+        if rule.u_writes_state and self.state_dtype in ("int8", "fp8"):
+            raise ValueError(
+                f"optimizer.state_dtype = {self.state_dtype!r}: the weight update of {rule.name} writes the "
+                "momentum too (error feedback): use float32 or bfloat16, or set "
+                "optimizer.dion.error_feedback = false"
+            )
         if self.state_dtype in ("int8", "fp8"):
             if not isinstance(rule, LocalStateRule):
                 raise ValueError(
@@ -175,6 +181,18 @@ def new_state(param: nn.Parameter, slot: StateSlot, codec: Codec) -> StoredState
         )
     scale = part.meta.view(*local_leading, full_shape[1])
     return StoredState(slot, codec, values, _distributed_like(param, scale, (*leading, full_shape[1])))
+
+
+def new_auxiliary(rule: UpdateRule, name: str, param: nn.Parameter, parts: int) -> dict[str, Tensor]:
+    """States that only U knows, by slot name; drawn from the parameter's name where they are drawn at all."""
+    shape = matrix_shape(param.shape, parts)
+    tensors = rule.new_auxiliary(shape, param.device, tensor_id(name))
+    return {slot.name: tensor for slot, tensor in zip(rule.auxiliary_slots(shape), tensors)}
+
+
+def matrix_shape(shape: torch.Size, parts: int) -> torch.Size:
+    """[m, n] as [parts, m / parts, n]; any other shape as it is."""
+    return shape if parts == 1 else torch.Size((parts, shape[-2] // parts, shape[-1]))
 
 
 def _distributed_like(param: Tensor, local: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:

@@ -1,0 +1,160 @@
+"""Dion against line-by-line float64; options of matrix rules, splits, update sizes (Dobb paper, Table 9)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titanforge.config.sections import Optimizer
+from titanforge.optim import build_optimizer
+from titanforge.optim.dion import orthonormal
+from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.matrix_options import DionOptions, MatrixOptions, MuonOptions
+from titanforge.optim.newton_schulz import newton_schulz
+from titanforge.optim.param_groups import ParamGroupSpec
+from titanforge.optim.registry import build_rule
+from titanforge.optim.states import tensor_id
+
+LR, DECAY, MU = 1e-2, 0.1, 0.9
+OPTIONS = {"lr": LR, "weight_decay": DECAY, "momentum": MU}
+
+
+def dion_step(w: Tensor, m: Tensor, q: Tensor, g: Tensor, feedback: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Ahn et al. 2025, algorithm 1, one m x n matrix with m >= n, line by line."""
+    b = m + g if feedback else MU * m + g
+    p = torch.linalg.qr(b @ q).Q
+    r = b.T @ p
+    m = b - (1 - MU) * p @ r.T if feedback else b
+    q = torch.stack([column / column.norm() for column in r.T], dim=1)
+    w = (1 - LR * DECAY) * w - LR * 0.2 * math.sqrt(max(w.shape)) * p @ q.T
+    return w, m, q
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize(("shape", "rho"), [((12, 8), 1.0), ((12, 8), 0.25), ((7, 11), 0.5), ((5, 5), 0.01)])
+def test_dion_equals_the_paper(shape: tuple[int, int], rho: float, feedback: bool) -> None:
+    matrix = MatrixOptions(dion=DionOptions(rho, feedback))
+    rule = build_rule("dion", matrix=matrix)
+    param = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    optimizer = RuleOptimizer([ParamGroupSpec("all", rule, dict(OPTIONS), ["w"], [param])])
+    rank = max(1, math.floor(rho * min(shape)))
+    (q,) = rule.new_auxiliary(param.shape, param.device, tensor_id("w"))
+    assert q.shape == (min(shape), rank)
+    wide = shape[1] > shape[0]
+    w = (param.detach().T if wide else param.detach()).double()
+    m, q = torch.zeros_like(w), q.double()
+    for step in range(8):
+        g = torch.randn(shape, generator=torch.Generator().manual_seed(step + 1))
+        param.grad = g.clone()
+        optimizer.step()
+        w, m, q = dion_step(w, m, q, (g.T if wide else g).double(), feedback)
+    torch.testing.assert_close(param.detach().double(), w.T if wide else w, rtol=0, atol=2e-5)
+    saved = optimizer.state_dict()["state"]["w"]
+    torch.testing.assert_close(saved["m"].double(), m.T if wide else m, rtol=0, atol=2e-4)
+    torch.testing.assert_close(saved["q"].double().abs(), q.abs(), rtol=0, atol=2e-4)
+
+
+def test_orthonormal_holds_where_columns_nearly_depend() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 40, 10, generator=generator)
+    x[..., 1] = x[..., 0] + 1e-4 * x[..., 1]  # a Gram matrix of condition 1e8: plain Cholesky would fail
+    q = orthonormal(x)
+    torch.testing.assert_close(q.mT @ q, torch.eye(10).expand(3, 10, 10), rtol=0, atol=1e-4)
+    torch.testing.assert_close(q @ (q.mT @ x), x, rtol=0, atol=1e-3)
+
+
+def test_dion_of_nothing_is_nothing() -> None:
+    """A zero gradient, or a missing one, from the start: no step but the decay, states finite."""
+    for gradient in (None, torch.zeros(6, 4)):
+        param = nn.Parameter(torch.ones(6, 4))
+        rule = build_rule("dion")
+        optimizer = RuleOptimizer([ParamGroupSpec("all", rule, dict(OPTIONS), ["w"], [param])])
+        before = optimizer.state_dict()["state"]["w"]["q"].clone()
+        param.grad = gradient
+        optimizer.step()
+        assert torch.equal(param.detach(), torch.full((6, 4), 1 - LR * DECAY))
+        assert torch.equal(optimizer.state_dict()["state"]["w"]["q"], before)
+        assert not optimizer.state_dict()["state"]["w"]["m"].any()
+
+
+def test_dion_without_feedback_takes_quantised_momentum_and_with_it_refuses() -> None:
+    layer = nn.Linear(64, 64, bias=False)
+    options = Optimizer(name="Dion", state_dtype="int8")
+    with pytest.raises(ValueError, match=r"int8.*error_feedback = false"):
+        build_optimizer(layer, options, "float32")
+    options.dion.error_feedback = False
+    build_optimizer(layer, options, "float32")
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (32, 16), (16, 32)])
+def test_sizes_of_raw_updates(shape: tuple[int, int]) -> None:
+    """Table 9: squared norm of O, and root mean square of s O."""
+    m, n = shape
+    expected = {"muon": min(m, n), "dion": 4, "rmnp": m, "dobb": n}
+    g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for name, square in expected.items():
+        # Twenty quintic steps only swing about one: cubic Newton-Schulz gets there.
+        muon = MuonOptions(30, (1.5, -0.5, 0.0))
+        rule = build_rule(name, matrix=MatrixOptions(muon=muon, dion=DionOptions(4 / min(m, n))))
+        h = torch.tensor(rule.hyperparameters(OPTIONS, 1))
+        auxiliary = rule.new_auxiliary(g.shape, g.device)
+        update, _, _ = rule.scaled_direction((g,), auxiliary, h)  # pyright: ignore
+        raw = update / (0.2 * math.sqrt(max(m, n)))
+        assert float(raw.square().sum()) == pytest.approx(square, rel=1e-3), name
+        rms = 0.2 * math.sqrt(max(m, n) * square / (m * n))
+        assert float(update.square().mean().sqrt()) == pytest.approx(rms, rel=1e-3), name
+
+
+def test_scales() -> None:
+    for name, scale, expected in [
+        ("muon", "own", math.sqrt(3.0)),
+        ("dion", "own", math.sqrt(3.0)),
+        ("dion", "rank_corrected", 0.2 * math.sqrt(12 * 4 / 2)),
+        ("muon", "shared", 0.2 * math.sqrt(12)),
+    ]:
+        rule = build_rule(name, matrix=MatrixOptions(scale, dion=DionOptions(0.5)))
+        assert rule.scale(12, 4) == pytest.approx(expected)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"rank_corrected.*is for Dion"):
+        build_rule("muon", matrix=MatrixOptions("rank_corrected"))
+
+
+class Attention(nn.Module):
+    head_dim = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wqkv = nn.Linear(8, 24, bias=False)
+
+
+@pytest.mark.parametrize("name", ["Muon", "Dion", "RMNP"])
+@pytest.mark.parametrize(("per_head", "parts"), [(False, 3), (True, 6)])
+def test_fused_projection_is_split(name: str, per_head: bool, parts: int) -> None:
+    """Equal to an optimizer over the parts as weights of their own; the scale is of a part."""
+    model = nn.Module()
+    model.attention = Attention()
+    options = Optimizer(name=name, lr=LR, per_head=per_head)
+    options.dion.error_feedback = True
+    optimizer = build_optimizer(model, options, "float32")
+    weight = model.attention.wqkv.weight
+    whole = weight.detach().clone()
+    g = torch.randn(24, 8, generator=torch.Generator().manual_seed(3))
+    weight.grad = g.clone()
+    saved = optimizer.state_dict()["state"]["attention.wqkv.weight"]
+    first_q = saved["q"].clone() if name == "Dion" else None
+    optimizer.step()
+    rule = optimizer.groups[0].rule  # pyright: ignore
+    h = torch.tensor(rule.hyperparameters(optimizer.groups[0].options, 1))
+    for index, (w, part) in enumerate(zip(whole.chunk(parts), g.chunk(parts))):
+        auxiliary = () if first_q is None else (first_q[index],)
+        expected, _ = rule.update(part, w, (torch.zeros_like(w), *auxiliary), h)
+        torch.testing.assert_close(weight.detach().chunk(parts)[index], expected, rtol=0, atol=1e-6)
+
+
+def test_coefficients_are_used() -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    torch.testing.assert_close(newton_schulz(x, 30, coefficients=(1.5, -0.5, 0.0)), u @ v, rtol=0, atol=1e-4)
+    assert (newton_schulz(x, 30) - u @ v).abs().max() > 1e-3

@@ -1,0 +1,292 @@
+"""Dobb: algorithms 1 to 4 against a line-by-line float64 form, capture, resume, and what surrounds it."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titanforge.config.sections import Optimizer
+from titanforge.optim import build_optimizer
+from titanforge.optim.dobb.reference import DobbReference
+from titanforge.optim.dobb.refresh import refresh_bases
+from titanforge.optim.matrix_options import DobbOptions
+from titanforge.parallelisms import apply_activation_checkpoint, apply_compile
+
+LR, DECAY, MU, T = 1e-2, 0.1, 0.9, 3
+
+
+class Net(nn.Module):
+    """Two linears with a nonlinearity between, as blocks that wrappers know."""
+
+    def __init__(self, n: int = 8, hidden: int = 12) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": Block(n, hidden)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.layers.values():
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, n: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(n, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, n, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(torch.tanh(self.w1(x)))
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def options(**dobb: object) -> Optimizer:
+    made = Optimizer(name="Dobb", lr=LR, weight_decay=DECAY, momentum=MU)
+    for key, value in {"period": T, "basis_dtype": "float32", **dobb}.items():
+        setattr(made.dobb, key, value)
+    return made
+
+
+def micro_batch(step: int, index: int = 0, tokens: int = 40) -> Tensor:
+    return torch.randn(tokens, 8, generator=torch.Generator().manual_seed(100 * step + index))
+
+
+def train(model: Net, optimizer, first: int, last: int, micro_batches: int = 1) -> None:
+    """The loop of the trainer, with a sum of squares over the positions of the step for a loss."""
+    for step in range(first, last):
+        optimizer.zero_grad()
+        optimizer.begin_step(micro_batches)
+        for index in range(micro_batches):
+            x = micro_batch(step, index)
+            loss = model(x).square().sum() / (len(x) * micro_batches)
+            optimizer.before_backward(index)
+            loss.backward()
+        optimizer.step()
+
+
+class Seen:
+    """Inputs and output gradients of every linear in a step, taken by hooks of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.x: dict[str, Tensor] = {}
+        self.d: dict[str, Tensor] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(self._hook(f"{name}.weight"))
+
+    def _hook(self, name: str):
+        def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+            self.x[name] = inputs[0].detach().double().T
+            positions = len(inputs[0])
+            output.register_hook(lambda g: self.d.__setitem__(name, (g * positions).double().T))
+
+        return hook
+
+
+@pytest.mark.parametrize("side", ["A", "G"])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize(
+    ("blocks", "qr", "iterations", "nesterov"),
+    [
+        (1, "cholesky", 1, False),
+        (2, "cholesky", 2, True),
+        (4, "householder", 1, False),
+        (2, "cholesky", 0, False),
+    ],
+)
+def test_equals_the_paper(
+    side: str, norm: str, blocks: int, qr: str, iterations: int, nesterov: bool
+) -> None:
+    """Given the same gradients, inputs and output gradients, over three refreshes."""
+    model = net()
+    chosen = options(side=side, norm=norm, blocks=blocks, qr=qr, iterations=iterations)
+    chosen.nesterov = nesterov
+    optimizer = build_optimizer(model, chosen, "float32")
+    seen = Seen(model)
+    form = dict(side=side, norm=norm, blocks=blocks, period=T, mu=MU, qr=qr, iterations=iterations)  # noqa: C408
+    references = {
+        name: DobbReference(tuple(p.shape), nesterov=nesterov, **form)  # pyright: ignore
+        for name, p in model.named_parameters()
+    }
+    for step in range(2 * T + 1):
+        before = {name: p.detach().double() for name, p in model.named_parameters()}
+        train(model, optimizer, step, step + 1)
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            reference = references[name]
+            captured = seen.x[name] if side == "A" else seen.d[name]
+            expected = reference.step(before[name], p.grad.double(), captured, LR, DECAY)
+            # A sign of a coefficient near zero may fall either way in fp32: such entries are rare.
+            error = (p.detach().double() - expected).abs()
+            moved = (expected - before[name]).abs().max()
+            assert error.max() < (1e-3 if norm == "l2" else 0.5) * moved, (step, name)
+            assert error.mean() < (1e-4 if norm == "l2" else 1e-2) * moved, (step, name)
+            saved = optimizer.state_dict()["state"][name]
+            for b, (c, u) in enumerate(zip(reference.c, reference.u)):
+                assert c is not None and u is not None
+                scale = float(c.abs().max())
+                torch.testing.assert_close(saved["statistic"][b].double(), c, rtol=0, atol=1e-5 * scale)
+                ours = saved["basis"][b].double()
+                torch.testing.assert_close(ours.T @ ours, torch.eye(len(c)).double(), rtol=0, atol=1e-5)
+                # Columns up to their sign, which no update depends on.
+                torch.testing.assert_close((ours.T @ u).diagonal().abs().mean(), torch.tensor(1.0).double(),
+                                           rtol=0, atol=1e-3)  # fmt: skip
+
+
+def test_one_block_for_each_input_is_sign_momentum() -> None:
+    model, plain = net(), net()
+    optimizer = build_optimizer(model, options(block_width=1), "float32")
+    momenta = [torch.zeros_like(p) for p in plain.parameters()]
+    for step in range(4):
+        train(model, optimizer, step, step + 1)
+        for p, q, m in zip(model.parameters(), plain.parameters(), momenta):
+            m.mul_(MU).add_(p.grad)  # pyright: ignore
+            o = torch.sign(m) / math.sqrt(m.shape[0])
+            q.data.mul_(1 - LR * DECAY).sub_(LR * 0.2 * math.sqrt(max(m.shape)) * o)
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("basis_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("side", ["A", "G"])
+def test_resume_within_a_period_is_bit_exact(side: str, basis_dtype: str) -> None:
+    chosen = options(side=side, basis_dtype=basis_dtype)
+    model = net()
+    optimizer = build_optimizer(model, chosen, "float32")
+    keys = {name: set(slots) for name, slots in optimizer.state_dict()["state"].items()}
+    assert all(slots == {"m", "statistic", "basis", "captured_steps"} for slots in keys.values())
+    train(model, optimizer, 0, T + 1)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, T + 1, 3 * T + 1)
+    again = net(seed=5)
+    resumed = build_optimizer(again, chosen, "float32")
+    again.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    train(again, resumed, T + 1, 3 * T + 1)
+    for a, b in zip(model.parameters(), again.parameters()):
+        assert torch.equal(a, b)
+    for name, slots in optimizer.state_dict()["state"].items():
+        for slot, tensor in slots.items():
+            assert torch.equal(tensor, resumed.state_dict()["state"][name][slot]), (name, slot)
+
+
+@pytest.mark.parametrize("capture", ["first", "all"])
+def test_micro_batches_that_are_captured(capture: str) -> None:
+    model = net()
+    optimizer = build_optimizer(model, options(capture=capture, side="A"), "float32")
+    train(model, optimizer, 0, 1, micro_batches=3)
+    count = 1 if capture == "first" else 3
+    x = torch.cat([micro_batch(0, index) for index in range(count)])
+    saved = optimizer.state_dict()["state"]["layers.0.w1.weight"]["statistic"]
+    torch.testing.assert_close(saved[0], x.T @ x / len(x))
+
+
+def test_hooks_idle_outside_training_and_between_refreshes() -> None:
+    model = net()
+    optimizer = build_optimizer(model, options(), "float32")
+    train(model, optimizer, 0, 1)
+    first = copy.deepcopy(optimizer.state_dict()["state"]["layers.0.w1.weight"])
+    train(model, optimizer, 1, T)
+    later = optimizer.state_dict()["state"]["layers.0.w1.weight"]
+    assert torch.equal(first["statistic"], later["statistic"]) and torch.equal(first["basis"], later["basis"])
+    optimizer.begin_step(1)  # a refresh step
+    model.eval()
+    model(micro_batch(7))
+    model.train()
+    assert all(float(count) == 0 for _, count in optimizer.capture._moments)  # pyright: ignore
+
+
+@pytest.mark.parametrize("side", ["A", "G"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointed_activations_are_captured_once(side: str, mode: str) -> None:
+    plain, recomputed = net(), net()
+    apply_activation_checkpoint(recomputed, mode, "op")
+    ends = []
+    for model in (plain, recomputed):
+        optimizer = build_optimizer(model, options(side=side), "float32")
+        train(model, optimizer, 0, 2 * T)
+        ends.append(optimizer.state_dict()["state"]["layers.0.w2.weight"])
+    assert torch.equal(ends[0]["statistic"], ends[1]["statistic"])
+    for a, b in zip(plain.parameters(), recomputed.parameters()):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_blocks_capture_the_same(mode: str) -> None:
+    plain, compiled = net(), net()
+    apply_activation_checkpoint(compiled, mode, "op")
+    apply_compile(compiled, "aot_eager")
+    ends = []
+    for model in (plain, compiled):
+        optimizer = build_optimizer(model, options(), "float32")
+        train(model, optimizer, 0, T + 1)
+        ends.append(optimizer.state_dict()["state"]["layers.0.w2.weight"])
+    torch.testing.assert_close(ends[0]["statistic"], ends[1]["statistic"])
+    for a, b in zip(plain.parameters(), compiled.parameters()):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_refused_refresh_keeps_every_bit() -> None:
+    model = net()
+    optimizer = build_optimizer(model, options(period=1), "float32")
+    train(model, optimizer, 0, 2)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    optimizer.begin_step(1)
+    loss = model(micro_batch(2) * torch.inf).square().mean()
+    optimizer.before_backward(0)
+    loss.backward()
+    # The path of an accelerator, which does not look at the flag on the host.
+    optimizer.prepare_step()
+    optimizer.apply_step(torch.zeros(()))
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[0][name])
+    for name, slots in before[1].items():
+        for slot in ("m", "statistic", "basis"):
+            assert torch.equal(slots[slot], optimizer.state_dict()["state"][name][slot])
+
+
+def test_failed_factorisations_keep_the_basis_and_are_counted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 6, 20, generator=generator)
+    c = x @ x.mT / 20
+    basis = torch.linalg.qr(torch.randn(4, 6, 6, generator=generator)).Q
+    c[1, 2, 3] = torch.nan
+    c[2] = 0.0  # nothing captured: no direction is better than another
+    for qr in ("cholesky", "householder"):
+        new, failed = refresh_bases(c, basis, DobbOptions(qr=qr), cold=False)
+        assert torch.equal(new[1], basis[1])
+        assert int(failed) == (2 if qr == "cholesky" else 1)
+        torch.testing.assert_close(new.mT @ new, torch.eye(6).expand(4, 6, 6), rtol=0, atol=1e-5)
+    cold, failed = refresh_bases(c, basis, DobbOptions(), cold=True)
+    assert int(failed) == 1 and torch.equal(cold[1], basis[1])
+
+
+def test_cholesky_converges_to_eigenvectors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.linalg.qr(torch.randn(2, 8, 8, generator=generator)).Q
+    c = vectors @ torch.diag(2.0 ** -torch.arange(8.0)) @ vectors.mT
+    basis = torch.eye(8).expand(2, 8, 8).clone()
+    for _ in range(400):
+        basis, failed = refresh_bases(c, basis, DobbOptions(relative_shift=1e-2), cold=False)
+        assert int(failed) == 0
+    rotated = basis.mT @ c @ basis
+    assert (rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))).abs().max() < 1e-4
+
+
+def test_blocks_that_do_not_divide_and_expert_stacks_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"optimizer\.dobb\.blocks = 5 does not divide the input axis.*12 x 8"
+    ):
+        build_optimizer(net(), options(blocks=5), "float32")
+    with pytest.raises(ValueError, match=r"optimizer\.dobb\.block_width = 16 .*take a divisor of 8"):
+        build_optimizer(net(), options(block_width=16), "float32")
+    model = nn.Module()
+    model.experts = nn.ParameterDict({"w1": nn.Parameter(torch.randn(2, 4, 4))})
+    with pytest.raises(ValueError, match="expert stacks"):
+        build_optimizer(model, options(), "float32")

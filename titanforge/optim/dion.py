@@ -1,0 +1,107 @@
+"""Dion (Ahn et al. 2025): low-rank orthonormalised updates by one warm power iteration."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from titanforge.optim.matrix import MatrixRule, unit_columns
+from titanforge.optim.matrix_options import MatrixOptions
+from titanforge.optim.rule import AuxiliarySlot, State
+
+_OVERSAMPLING = 1.25
+_DRAW_SEED = 0x5DEECE66D
+
+
+class Dion(MatrixRule):
+    """B = M + G; P = orth(B Q); R = B^T P; M = B - (1 - mu) P R^T; Q = colnorm(R); O = P Q^T.
+
+    With error feedback A is M <- M + G, and U, which writes M, does the rest; without it (CurvaDion, section
+    2.1) A is M <- mu M + G and M stays. The rank is r = max(1, floor(rho min(m, n))); a matrix that is wider
+    than tall is taken transposed, so that Q has r min(m, n) entries. A zero column of R leaves Q's column as
+    it was; a matrix whose factorisation is not finite makes no step and keeps M and Q.
+
+    Its own scale is sqrt(m / n); `rank_corrected` is tau sqrt(m n / r) (Dobb paper, appendix E.1).
+    """
+
+    name = "dion"
+
+    def __init__(self, options: MatrixOptions | None = None, nesterov: bool = False) -> None:
+        super().__init__(options)
+        if nesterov:
+            raise ValueError("optimizer.nesterov = true has no effect on Dion; set it to false")
+        self.u_writes_state = self.options.dion.error_feedback
+        self.hyper_names = (*self.hyper_names, "one_minus_momentum")
+
+    def own_hyperparameters(self, options: Mapping[str, float], step: int) -> tuple[float, ...]:
+        momentum = options["momentum"]
+        return (1.0 if self.u_writes_state else momentum, 1.0, 1.0 - momentum)
+
+    def rank(self, rows: int, columns: int) -> int:
+        """r of an m x n matrix."""
+        return max(1, math.floor(self.options.dion.rank_fraction * min(rows, columns)))
+
+    def auxiliary_slots(self, shape: torch.Size) -> tuple[AuxiliarySlot, ...]:
+        rows, columns = shape[-2:]
+        short = min(rows, columns)
+        return (AuxiliarySlot("q", torch.Size((*shape[:-2], short, self.rank(rows, columns)))),)
+
+    def new_auxiliary(self, shape: torch.Size, device: torch.device, seed: int = 0) -> State:
+        """Q with unit columns, drawn on the CPU from the seed alone."""
+        (slot,) = self.auxiliary_slots(shape)
+        if device.type == "meta":
+            return (torch.empty(slot.shape, device=device),)
+        generator = torch.Generator().manual_seed(seed)
+        return (unit_columns(torch.randn(slot.shape, generator=generator)).to(device),)
+
+    def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
+        (q,) = auxiliary
+        wide = m.shape[-1] > m.shape[-2]
+        b = m.mT if wide else m
+        p = orthonormal(b @ q)
+        r = b.mT @ p
+        norm = torch.linalg.vector_norm(r, dim=-2, keepdim=True)
+        new_q = torch.where(norm > 0, r / norm, q)
+        update = p @ new_q.mT
+        left = b - h[6] * (p @ r.mT) if self.u_writes_state else b
+        good = torch.isfinite(r).all(dim=(-2, -1), keepdim=True) & (norm > 0).any(dim=-1, keepdim=True)
+        update, left = torch.where(good, update, 0.0), torch.where(good, left, b)
+        new_q = torch.where(good, new_q, q)
+        return (update.mT, left.mT, (new_q,)) if wide else (update, left, (new_q,))
+
+    def scale(self, rows: int, columns: int) -> float:
+        if self.options.update_scale == "rank_corrected":
+            return self.options.tau * math.sqrt(rows * columns / self.rank(rows, columns))
+        return super().scale(rows, columns)
+
+    def own_scale(self, rows: int, columns: int) -> float:
+        return math.sqrt(rows / max(columns, 1))
+
+
+def orthonormal(x: Tensor) -> Tensor:
+    """Columns of [*, m, r], r <= m, made orthonormal by randomised Cholesky QR (Dion, algorithm 2).
+
+    A Gaussian sketch S x of about 1.25 r rows gives R1 by Householder QR; x R1^-1 is then well conditioned,
+    and one Cholesky pass makes it orthonormal. The sketch depends on the shape alone: the same on every rank,
+    in every step and after a resume. Dependent columns give noise that is made orthonormal, as QR would, or
+    values that are not finite.
+    """
+    rows, rank = x.shape[-2:]
+    sketch = _sketch(min(rows, math.ceil(_OVERSAMPLING * rank)), rows, x.dtype, x.device)
+    triangle = torch.linalg.qr(sketch @ x, mode="r").R
+    x = torch.linalg.solve_triangular(triangle, x, upper=True, left=False)
+    gram = x.mT @ x
+    lower, failed = torch.linalg.cholesky_ex(gram)
+    x = torch.linalg.solve_triangular(lower.mT, x, upper=True, left=False)
+    return torch.where(failed[..., None, None] == 0, x, torch.nan)
+
+
+@functools.lru_cache(maxsize=64)
+def _sketch(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(_DRAW_SEED + rows)
+    drawn = torch.randn(rows, columns, generator=generator, dtype=torch.float64) / math.sqrt(rows)
+    return drawn.to(device, dtype)

@@ -22,26 +22,22 @@ from titanforge.evaluation import Validator
 from titanforge.forge import ForgeOptimizer, Steps, build_forge_optimizer
 from titanforge.garbage import GarbageCollector
 from titanforge.interruption import Interrupted, NonFiniteLoss, StopSignal
+from titanforge.layout import (
+    DTYPES,
+    build_dims,
+    check_model,
+    longest_sequence,
+    model_overrides,
+    parallelize,
+)
 from titanforge.metrics import MetricsLogger, Profiler
 from titanforge.models.huggingface import HuggingFaceForm, form_of
 from titanforge.models.initialization import initialize_weights
 from titanforge.models.registry import build_model
 from titanforge.optim import build_optimizer, lr_factor
-from titanforge.parallelisms import (
-    ParallelDims,
-    apply_activation_checkpoint,
-    apply_compile,
-    apply_fsdp,
-    apply_mixed_precision,
-    clip_factor,
-    init_distributed,
-    set_determinism,
-    set_is_last_micro_batch,
-)
+from titanforge.parallelisms import clip_factor, init_distributed, set_determinism, set_is_last_micro_batch
 from titanforge.report import announce, summarize
 from titanforge.sync import CommLedger, build_sync_policy
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Trainer:
@@ -69,16 +65,7 @@ class Trainer:
         self.runtime = self._owned(init_distributed(config.comm, device_type, str(self.dump_folder)))
         self.device = self.runtime.device
         self.is_main = self.runtime.rank == 0
-        parallelism = config.parallelism
-        self.dims = ParallelDims(
-            dp_replicate=parallelism.data_parallel_replicate_degree,
-            dp_shard=parallelism.data_parallel_shard_degree,
-            cp=parallelism.context_parallel_degree,
-            tp=parallelism.tensor_parallel_degree,
-            pp=parallelism.pipeline_parallel_degree,
-            ep=parallelism.expert_parallel_degree,
-            world_size=self.runtime.world_size,
-        )
+        self.dims = build_dims(config, self.runtime.world_size)
         self.dims.build_mesh(device_type)
         self.dp_rank, self.dp_world = self.dims.data_rank_and_size()
         set_determinism(
@@ -164,31 +151,10 @@ class Trainer:
         )
 
     def _build_model(self):
-        config, training = self.config, self.config.training
+        config = self.config
         model, args = build_meta_model(config, self.tokenizer.vocab_size)
-        checkpointing = config.activation_checkpoint
-        apply_activation_checkpoint(
-            model, checkpointing.mode, checkpointing.selective_ac_option, checkpointing.preserve_rng_state
-        )
-        if config.compile.enable and "model" in config.compile.components:
-            apply_compile(model, config.compile.backend)
-        if config.compile.enable and "loss" in config.compile.components:
-            model.output.compile(backend=config.compile.backend, fullgraph=True)
-        compute = training.mixed_precision_param if training.dtype == "float32" else training.dtype
-        param_dtype = DTYPES[compute]
-        shard_mesh = self.dims.get_optional_mesh("dp_shard")
-        if shard_mesh is not None:
-            apply_fsdp(
-                model,
-                shard_mesh,
-                param_dtype=param_dtype,
-                reduce_dtype=DTYPES[training.mixed_precision_reduce],
-                reshard_policy=config.parallelism.fsdp_reshard_after_forward,
-                cpu_offload=training.enable_cpu_offload,
-            )
-        else:
-            apply_mixed_precision(model, param_dtype)
-        model.to_empty(device="cpu" if training.enable_cpu_offload else self.device)
+        check_model(config, self.dims, args)
+        parallelize(model, config, self.dims, self.device)
         initialize_weights(model, self.seed)
         return model.train(), args
 
@@ -324,6 +290,8 @@ class Trainer:
             )
         if failed:
             self.runtime.raise_together(failure, failed - 1, "loading data")
+        # Ranks that share sequences have all counted the same tokens.
+        valid, *sums = (count // self.dims.sharers for count in (valid, *sums))
         self.source_tokens = dict(zip(from_sources, sums))
         if signalled:
             # What was just fetched is not trained on any more: the resumed run must begin with it.
@@ -332,7 +300,8 @@ class Trainer:
         return batches, max(valid, 1)
 
     def _reduce_norm(self, square: torch.Tensor, group: ProcessGroup) -> None:
-        self.ledger.all_reduce(square, group, axis="dp_shard", purpose="grad_norm")
+        axis = "tp" if group is self.dims.get_group("tp") else "dp_shard"
+        self.ledger.all_reduce(square, group, axis=axis, purpose="grad_norm")
 
     def _may_apply(self, loss: torch.Tensor) -> torch.Tensor:
         """Device flag before the backward of ``loss``, 1 to apply its gradient."""
@@ -422,23 +391,19 @@ class Trainer:
         self._resources.close()
 
 
-NOT_OVERRIDES = ("name", "flavor", "hf_assets_path")  # every other key of [model] is one
-
-
 def build_meta_model(config: JobConfig, vocab_size: int) -> tuple[Any, Any]:
     """The model without memory, in the dtype that weights are stored in, and its arguments.
 
     Raises:
         ValueError: unknown family or size, or sizes that do not fit together.
     """
-    validation_length = config.validation.seq_len or 0
     with torch.device("meta"), default_dtype(DTYPES[config.training.dtype]):
         return build_model(
             config.model.name,
             config.model.flavor,
             vocab_size=vocab_size,
-            seq_len=max(config.training.seq_len, validation_length),
-            overrides={k: v for k, v in vars(config.model).items() if k not in NOT_OVERRIDES},
+            seq_len=longest_sequence(config),
+            overrides=model_overrides(config),
         )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from titanforge.config import schema
 from titanforge.config.bounds import check_bounds
 from titanforge.config.effectless import effectless_settings
+from titanforge.config.ranks import check_ranks
 from titanforge.config.rules import MATRIX_RULES, RULE_KEYS, rule_name
 from titanforge.config.schema import ConfigError, refusal, show
 from titanforge.config.sections import JobConfig
@@ -39,7 +40,7 @@ def validate_config(config: JobConfig, world_size: int, device_type: str) -> lis
     """
     check_bounds(config)
     warnings: list[str] = []
-    data_parallel = _check_parallelism(config, world_size)
+    data_parallel = check_ranks(config, world_size)
     _check_batch(config, data_parallel)
     _check_optimizer(config)
     warnings += _check_schedule(config)
@@ -49,49 +50,6 @@ def validate_config(config: JobConfig, world_size: int, device_type: str) -> lis
     warnings += _check_checkpoint(config, world_size)
     _check_runtime(config)
     return warnings + effectless_settings(config, device_type)
-
-
-def _check_parallelism(config: JobConfig, world_size: int) -> int:
-    """Returns the number of data-parallel ranks, dp_replicate x dp_shard."""
-    parallelism = config.parallelism
-    for axis in ("tensor", "pipeline", "context", "expert"):
-        path = f"parallelism.{axis}_parallel_degree"
-        if schema.get_value(config, path) > 1:
-            raise refusal(
-                config,
-                path,
-                f"{axis} parallelism is not available yet: set it to 1 and spread the model with"
-                " parallelism.data_parallel_shard_degree",
-            )
-    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    if world_size % replicate:
-        raise refusal(
-            config,
-            "parallelism.data_parallel_replicate_degree",
-            f"does not divide the number of ranks, {world_size}: use a divisor of it, or start another number"
-            " of ranks (torchrun --nproc_per_node)",
-        )
-    if shard == -1:
-        shard = world_size // replicate
-    if replicate * shard != world_size:
-        raise refusal(
-            config,
-            "parallelism.data_parallel_shard_degree",
-    name = rule_name(config.optimizer.name)
-    if len(config.optimizer.muon.coefficients) != 3:
-        raise refusal(config, "optimizer.muon.coefficients", "must be three numbers: a, b, c")
-    scale = config.optimizer.update_scale
-    if (scale == "rank_corrected" and name != "dion") or (scale == "own" and name == "dobb"):
-        raise refusal(
-            config, "optimizer.update_scale", f'{name} has no such scale: take "shared", tau sqrt(max(m, n))'
-        )
-    if name == "dion" and config.optimizer.dion.rank_fraction == 0:
-        raise refusal(config, "optimizer.dion.rank_fraction", "must be more than 0, at most 1")
-            f"times data_parallel_replicate_degree = {replicate} makes {replicate * shard} ranks, but"
-            f" {world_size} were started: set it to -1 (here {world_size // replicate}), or start"
-            f" {replicate * shard} ranks",
-        )
-    return replicate * shard
 
 
 def _check_batch(config: JobConfig, data_parallel: int) -> None:

@@ -75,6 +75,19 @@ DEPENDENCES = (
         lambda config, device: rule_name(config.optimizer.name) in MATRIX_RULES,
         "optimizer.name is not a matrix rule and takes every weight",
     ),
+    Dependence(
+        ("optimizer.update_scale", "optimizer.update_scale_tau", "optimizer.per_head"),
+        lambda config, device: rule_name(config.optimizer.name) in MATRIX_RULES,
+        "optimizer.name is not a matrix rule",
+    ),
+    *(
+        Dependence(
+            (f"optimizer.{section}.",),
+            lambda config, device, rules=rules: rule_name(config.optimizer.name) in rules,
+            f"optimizer.name is not {' or '.join(rules)}",
+        )
+        for section, rules in (("muon", ("muon", "scion")), ("dion", ("dion",)), ("dobb", ("dobb",)))
+    ),
     *(
         Dependence(
             (f"optimizer.{key}",),
@@ -92,19 +105,6 @@ DEPENDENCES = (
     Dependence(
         ("training.dataloader.prefetch_factor", "training.dataloader.persistent_workers"),
         lambda config, device: config.training.dataloader.num_workers > 0,
-    Dependence(
-        ("optimizer.update_scale", "optimizer.update_scale_tau", "optimizer.per_head"),
-        lambda config, device: rule_name(config.optimizer.name) in MATRIX_RULES,
-        "optimizer.name is not a matrix rule",
-    ),
-    *(
-        Dependence(
-            (f"optimizer.{section}.",),
-            lambda config, device, rules=rules: rule_name(config.optimizer.name) in rules,
-            f"optimizer.name is not {' or '.join(rules)}",
-        )
-        for section, rules in (("muon", ("muon", "scion")), ("dion", ("dion",)), ("dobb", ("dobb",)))
-    ),
         "training.dataloader.num_workers is 0",
     ),
     Dependence(

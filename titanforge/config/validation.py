@@ -76,6 +76,16 @@ def _check_rules(config: JobConfig) -> None:
             raise refusal(config, path, f"must be one of {', '.join(sorted(RULE_KEYS))}{hint}")
     if rule_name(config.optimizer.scalar.name) in MATRIX_RULES:
         raise refusal(config, "optimizer.scalar.name", "takes matrices alone: use AdamW, Lion or the like")
+    name = rule_name(config.optimizer.name)
+    if len(config.optimizer.muon.coefficients) != 3:
+        raise refusal(config, "optimizer.muon.coefficients", "must be three numbers: a, b, c")
+    scale = config.optimizer.update_scale
+    if (scale == "rank_corrected" and name != "dion") or (scale == "own" and name == "dobb"):
+        raise refusal(
+            config, "optimizer.update_scale", f'{name} has no such scale: take "shared", tau sqrt(max(m, n))'
+        )
+    if name == "dion" and config.optimizer.dion.rank_fraction == 0:
+        raise refusal(config, "optimizer.dion.rank_fraction", "must be more than 0, at most 1")
     if config.optimizer.nesterov and "nesterov" not in RULE_KEYS[rule_name(config.optimizer.name)]:
         with_it = ", ".join(rule for rule, keys in RULE_KEYS.items() if "nesterov" in keys)
         raise refusal(

@@ -27,10 +27,10 @@ from titanforge.optim.states import (
     StoredState,
     load_states,
     local_tensor,
+    new_auxiliary,
     new_state,
     refuse_sharded,
     tensor_id,
-    new_auxiliary,
 )
 
 
@@ -48,16 +48,16 @@ class Entry:
     codec: Codec | None
     tensor_id: int
     hyper_row: int
-
-    def saved(self) -> dict[str, Tensor]:
-        tensors = {key: tensor for state in self.states for key, tensor in state.saved().items()}
     auxiliary: dict[str, Tensor] = field(default_factory=dict)
     parts: int = 1
     beside: dict[str, Tensor] = field(default_factory=dict)
+
+    def saved(self) -> dict[str, Tensor]:
+        tensors = {key: tensor for state in self.states for key, tensor in state.saved().items()}
+        tensors |= self.auxiliary | self.beside
         return tensors if self.master is None else {**tensors, MASTER_SLOT: self.master}
 
     def item(self) -> LocalWeight:
-        tensors |= self.auxiliary | self.beside
         weight = local_tensor(self.param).detach()
         return LocalWeight(
             weight=weight if self.master is None else local_tensor(self.master),
@@ -67,11 +67,11 @@ class Entry:
             codec=self.codec,
             tensor_id=self.tensor_id,
             hyper_row=self.hyper_row,
+            auxiliary=tuple(self.auxiliary.values()),
+            parts=self.parts,
         )
 
 
-            auxiliary=tuple(self.auxiliary.values()),
-            parts=self.parts,
 @dataclass
 class Family:
     """The groups of one rule, whose weights are updated together."""
@@ -91,11 +91,11 @@ class RuleOptimizer:
 
     groups: every trainable parameter once (see `build_param_groups`).
     recipe: how states and weights are stored.
+    captured: for Dobb, from `install_hooks`: the linears that read its weights. Without them its bases stay
+        the identity.
     seed: of stochastic rounding; the bits depend on it, the step, the parameter's name and the coordinate.
     """
 
-    captured: for Dobb, from `install_hooks`: the linears that read its weights. Without them its bases stay
-        the identity.
     def __init__(
         self,
         groups: Sequence[ParamGroupSpec],
@@ -122,9 +122,6 @@ class RuleOptimizer:
         self._rng = torch.tensor([seed, 0], dtype=torch.int64, device=self._device)
         self._nonfinite = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._fp8 = Fp8Scales([entry.states for entry in self._all_entries()])
-
-    @staticmethod
-    def _new_family(groups: Sequence[ParamGroupSpec], recipe: Recipe) -> Family:
         auxiliary = {entry.name: entry.auxiliary for entry in self._all_entries()}
         self.capture: DobbCapture | None = (
             build_capture(self.groups, captured, auxiliary) if captured else None
@@ -134,14 +131,17 @@ class RuleOptimizer:
             for entry in self._all_entries():
                 if entry.name in names:
                     entry.beside["captured_steps"] = self.capture.steps
+
+    @staticmethod
+    def _new_family(groups: Sequence[ParamGroupSpec], recipe: Recipe) -> Family:
         rule, entries = groups[0].rule, []
         for row, group in enumerate(groups):
             for name, param in zip(group.names, group.params):
                 refuse_sharded(rule, name, param, "optimizer.name")
+                parts = group.parts.get(name, 1)
                 states = [
                     new_state(param, slot, recipe.state_codec_for(rule, slot, param))
                     for slot in rule.slots_for(param.shape)
-                parts = group.parts.get(name, 1)
                 ]
                 master = param.detach().float() if recipe.needs_master(param) else None
                 codec = recipe.weight_codec_for(rule, param)
@@ -228,11 +228,11 @@ class RuleOptimizer:
         self._rng[1] = self._table.count
         tables = self._table.tables()
         self._calibrate(tables, flag)
+        if self.capture is not None:
+            self.capture.refresh(tables[0][0, 0])
         for family, hyper in zip(self._families, tables):
             self._update_family(family, hyper)
         self._fp8.advance(tables[0][0, 0])
-        if self.capture is not None:
-            self.capture.refresh(tables[0][0, 0])
         self._table.advance(flag)
 
     def _calibrate(self, tables: Sequence[Tensor], flag: Tensor | None) -> None:
@@ -305,6 +305,8 @@ class RuleOptimizer:
         load_states(own, state_dict["state"], rule_of)
         self._table.count.copy_(torch.as_tensor(state_dict["step"]))
         self._table.invalidate()
+        if self.capture is not None:
+            self.capture.loaded()
         self._fp8.calibrated |= int(self._table.count) > 0
 
 
@@ -314,5 +316,3 @@ def _by_rule(groups: Sequence[ParamGroupSpec]) -> list[list[ParamGroupSpec]]:
     for group in groups:
         families.setdefault(id(group.rule), []).append(group)
     return list(families.values())
-        if self.capture is not None:
-            self.capture.loaded()

@@ -41,6 +41,8 @@ class LocalWeight:
     codec: Codec | None = None
     tensor_id: int = 0
     hyper_row: int = 0
+    auxiliary: tuple[Tensor, ...] = ()
+    parts: int = 1
 
     @property
     def is_plain(self) -> bool:
@@ -49,8 +51,6 @@ class LocalWeight:
             state.codec.kind == "plain" and not state.codec.stochastic for state in self.states
         )
 
-    auxiliary: tuple[Tensor, ...] = ()
-    parts: int = 1
     def gradient_or_zeros(self) -> Tensor:
         if self.gradient is not None:
             return self.gradient
@@ -163,6 +163,11 @@ def update_state_global(rule: StateGlobalRule, items: Sequence[LocalWeight], h: 
     write_copies(items)
 
 
+def split_rows(tensor: Tensor, parts: int) -> Tensor:
+    """[m, n] as [parts, m / parts, n], a view."""
+    return tensor if parts == 1 else tensor.unflatten(-2, (parts, -1))
+
+
 def update_layers(rule: UpdateRule, items: Sequence[LocalWeight], h: Tensor) -> None:
     """A and U of a regime-3 rule, whole layers at a time; same-shape matrices together."""
     for batch in _batches(items):
@@ -190,16 +195,15 @@ def _batches(items: Sequence[LocalWeight]) -> Iterator[list[LocalWeight]]:
         size = max(1, _BATCH_BYTES // (4 * shape.numel()))
         for start in range(0, len(group), size):
             yield group[start : start + size]
-def split_rows(tensor: Tensor, parts: int) -> Tensor:
-    """[m, n] as [parts, m / parts, n], a view."""
-    return tensor if parts == 1 else tensor.unflatten(-2, (parts, -1))
-
-
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
     """fp32; a lone tensor keeps its dims."""
     return tensors[0].float() if len(tensors) == 1 else torch.stack([t.float() for t in tensors])
+
+
+def _stack_as_stored(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def _stack_states(batch: Sequence[LocalWeight]) -> tuple[Tensor, ...]:
@@ -212,7 +216,3 @@ def _unstack_into(targets: Sequence[Tensor], result: Tensor) -> None:
         targets[0].copy_(result)
     else:
         torch._foreach_copy_(list(targets), list(result.unbind(0)))  # pyright: ignore[reportPrivateImportUsage]
-def _stack_as_stored(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
-
-

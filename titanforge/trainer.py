@@ -232,8 +232,7 @@ class Trainer:
             # Fused weights change during backward, so it must be known by now whether they may.
             self.optimizer.before_backward(index, self._may_apply(share.detach()))
             share.backward()
-            loss += share.detach()
-        self.ledger.all_reduce(loss, self.dims.get_group("loss"), axis="loss", purpose="loss")
+            loss += loss_sum.detach() / valid_tokens
         self.sync.reduce_gradients()
         grad_norm, scale = self._clip()
         apply_flag = self._check_finite(loss, grad_norm)
@@ -282,7 +281,11 @@ class Trainer:
                 batches = [next(self.loader) for _ in range(self.micro_batches)]
             except Exception as error:
                 failure = error
-            valid = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+            replicas = self.dims.degree("dp_replicate")
+            tokens = [0] * replicas
+            tokens[self.dims.get_mesh("dp_replicate").get_local_rank()] = sum(
+                int((batch.labels != IGNORED).sum()) for batch in batches
+            )
             from_sources = self.loader.source_tokens()
             (valid, *sums), (failed, signalled) = self.runtime.agree(
                 sums=[valid, *from_sources.values()],

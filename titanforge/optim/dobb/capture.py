@@ -101,6 +101,7 @@ class DobbCapture:
         self._micro_batches = num_micro_batches
         self._captured_micro_batches = 1 if self.options.capture == "first" else num_micro_batches
         self._stop()
+        self._moments: list[tuple[Tensor, Tensor]] = []
         if not self._refreshing:
             return
         for weight in self.weights:
@@ -108,7 +109,7 @@ class DobbCapture:
             device = weight.basis.device
             setattr(weight.module, _TOTAL, torch.zeros(count, width, width, device=device))
             setattr(weight.module, _COUNT, torch.zeros((), device=device))
-        self._moments: list[tuple[Tensor, Tensor]] = [
+        self._moments = [
             (getattr(weight.module, _TOTAL), getattr(weight.module, _COUNT)) for weight in self.weights
         ]
 

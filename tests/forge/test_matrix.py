@@ -1,0 +1,74 @@
+"""Rules of matrices under fusion: A in the product, U after it, equal to the ordinary engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.forge.toy import fuse, largest_difference, llama, llama_loss, options_of, ordinary, train, weights
+from titanforge.config.sections import Optimizer
+from titanforge.forge import Granule
+
+
+def matrix_options(name: str, **dobb: Any) -> Optimizer:
+    options = options_of(name)
+    options.dion.rank_fraction = 0.5
+    # Blocks wider than the 32 captured tokens would have null spaces, whose basis is arbitrary.
+    options.dobb.period, options.dobb.blocks, options.dobb.basis_dtype = 2, 4, "float32"
+    for key, value in dobb.items():
+        setattr(options.dobb, key, value)
+    return options
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "dobb"),
+    [
+        ("muon", {}),
+        ("rmnp", {}),
+        ("dion", {}),
+        ("dobb", {"norm": "l2"}),
+        ("dobb", {"norm": "l2", "side": "G"}),
+    ],
+)
+def test_fused_equals_unfused(name: str, dobb: dict, micro_batches: int) -> None:
+    fused_model, plain_model = llama(), llama()
+    options = matrix_options(name, **dobb)
+    fused, plain = fuse(fused_model, options, micro_batches=micro_batches), ordinary(plain_model, options)
+    matrices = [line for line in fused.plan if ".attention." in line.name or ".feed_forward." in line.name]
+    assert matrices and all(line.plan.granule is Granule.STATE and line.plan.deferred for line in matrices)
+    train(fused_model, fused, 0, 5, micro_batches=micro_batches)
+    train(plain_model, plain, 0, 5, micro_batches=micro_batches)
+    assert all(p.grad is None for n, p in fused_model.named_parameters() if ".attention." in n)
+    assert largest_difference(weights(fused_model), weights(plain_model)) < 5e-5
+    for key, slots in plain.state_dict()["state"].items():
+        for slot, tensor in slots.items():
+            other = fused.state_dict()["state"][key][slot]
+            torch.testing.assert_close(other.float(), tensor.float(), rtol=0, atol=2e-2, msg=f"{key} {slot}")
+
+
+def test_nesterov_dobb_waits_for_its_bases() -> None:
+    options = matrix_options("dobb")
+    options.nesterov = True
+    fused = fuse(llama(), options)
+    lines = [line for line in fused.plan if ".feed_forward." in line.name]
+    assert lines and all(not line.plan.fused and "after backward" in line.plan.why for line in lines)
+
+
+def test_fused_dobb_under_activation_checkpointing_and_compile() -> None:
+    from titanforge.parallelisms import apply_activation_checkpoint, apply_compile
+
+    plain, compiled = llama(), llama()
+    apply_activation_checkpoint(compiled, "full", "op")
+    apply_compile(compiled, "aot_eager")
+    ends = []
+    for model in (plain, compiled):
+        optimizer = fuse(model, matrix_options("dobb", norm="l2"), loss=llama_loss)
+        train(model, optimizer, 0, 3)
+        ends.append(optimizer.state_dict()["state"])
+    for name, slots in ends[0].items():
+        if "statistic" in slots:
+            torch.testing.assert_close(slots["statistic"], ends[1][name]["statistic"], rtol=1e-3, atol=1e-5)
+            assert bool(slots["statistic"].any())

@@ -77,6 +77,9 @@ class Trainer:
         self.model, self.model_args = self._build_model()
         self.optimizer = self._build_optimizer()
         self.ledger = CommLedger()
+        self.capture = getattr(self.optimizer, "capture", None)  # Dobb's second moments
+        if self.capture is not None:
+            self.capture.all_reduce = self._reduce_second_moments
         self.sync = self._owned(build_sync_policy(config.sync.policy, config.sync.bucket_mib))
         self.sync.attach(self.model, self.dims.get_group("dp_replicate"), self.ledger)
         self.checkpointer = self._owned(
@@ -232,7 +235,8 @@ class Trainer:
             # Fused weights change during backward, so it must be known by now whether they may.
             self.optimizer.before_backward(index, self._may_apply(share.detach()))
             share.backward()
-            loss += loss_sum.detach() / valid_tokens
+            loss += share.detach()
+        self.ledger.all_reduce(loss, self.dims.get_group("loss"), axis="loss", purpose="loss")
         self.sync.reduce_gradients()
         grad_norm, scale = self._clip()
         apply_flag = self._check_finite(loss, grad_norm)
@@ -253,6 +257,7 @@ class Trainer:
             ledger=self.ledger,
             **{f"source_tokens/{name}": count for name, count in self.source_tokens.items()},
             **(self.model.metrics() if self.metrics.due(self.step) else {}),
+            **({"dobb_failed_blocks": self.capture.failed_blocks} if self.capture is not None else {}),
             **({"skipped_steps": self._nonfinite_steps} if config.training.nonfinite_loss == "skip" else {}),
         )
         if self.metrics.due(self.step):
@@ -281,11 +286,7 @@ class Trainer:
                 batches = [next(self.loader) for _ in range(self.micro_batches)]
             except Exception as error:
                 failure = error
-            replicas = self.dims.degree("dp_replicate")
-            tokens = [0] * replicas
-            tokens[self.dims.get_mesh("dp_replicate").get_local_rank()] = sum(
-                int((batch.labels != IGNORED).sum()) for batch in batches
-            )
+            valid = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
             from_sources = self.loader.source_tokens()
             (valid, *sums), (failed, signalled) = self.runtime.agree(
                 sums=[valid, *from_sources.values()],
@@ -301,6 +302,9 @@ class Trainer:
             self.loader.load_state_dict(merge_states(self.runtime.all_gather_object(position)))
             self._save_and_interrupt(signalled)
         return batches, max(valid, 1)
+
+    def _reduce_second_moments(self, moments: torch.Tensor) -> None:
+        self.ledger.all_reduce(moments, self.dims.get_group("loss"), axis="loss", purpose="second moments")
 
     def _reduce_norm(self, square: torch.Tensor, group: ProcessGroup) -> None:
         axis = "tp" if group is self.dims.get_group("tp") else "dp_shard"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 
 EXIT_DONE = 0
@@ -10,6 +11,9 @@ EXIT_ERROR = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: run again to go on
 EXIT_NONFINITE = 76
+
+# One Ctrl-C under torchrun comes twice: from the terminal, and passed on by torchrun soon after.
+_SECONDS_OF_ONE_PRESS = 3.0
 
 
 class Interrupted(Exception):
@@ -23,19 +27,23 @@ class NonFiniteLoss(Exception):
 class StopSignal:
     """Remembers SIGTERM and SIGINT instead of dying of them; ranks agree on it at step boundaries.
 
-    A second SIGINT (Ctrl-C pressed twice) raises KeyboardInterrupt at once, for whoever cannot wait.
+    A second SIGINT (Ctrl-C pressed again, some seconds later) raises KeyboardInterrupt at once, for whoever
+    cannot wait.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received: int = 0
+        self._first_time = 0.0
         self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received == signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number
+            if time.monotonic() - self._first_time > _SECONDS_OF_ONE_PRESS:
+                raise KeyboardInterrupt
+            return
+        self.received, self._first_time = number, time.monotonic()
 
     @staticmethod
     def name(number: int) -> str:

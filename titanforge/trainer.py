@@ -9,13 +9,14 @@ global batch, reduce over replicas, clip, update, log, evaluate, save. Reading `
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from titanforge.checkpoint import CheckpointManager
+from titanforge.checkpoint import CheckpointError, CheckpointManager
 from titanforge.config import JobConfig, to_flat_dict, to_toml
 from titanforge.data import IGNORED, Batch, SourceSpec, build_tokenizer, build_train_loader, merge_states
 from titanforge.evaluation import Validator
@@ -38,6 +39,8 @@ from titanforge.optim import build_optimizer, lr_factor
 from titanforge.parallelisms import clip_factor, init_distributed, set_determinism, set_is_last_micro_batch
 from titanforge.report import announce, summarize
 from titanforge.sync import CommLedger, build_sync_policy
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -100,6 +103,7 @@ class Trainer:
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._first_nonfinite = torch.full((), -1, dtype=torch.int64, device=self.device)
         self._load()
+        self._loaded_step = self.step
         self.metrics = self._owned(
             MetricsLogger(
                 config,
@@ -293,14 +297,20 @@ class Trainer:
                 maxima=[self.runtime.rank + 1 if failure else 0, self.stop_signal.received],
             )
         if failed:
+            # Every rank is here, between two steps: what was trained since the last save need not be lost.
+            # Nothing trained, nothing to save: a checkpoint would only tie a corrected dataset to this one.
+            if self.step > self._loaded_step:
+                try:
+                    self._save_between_steps(position)
+                except CheckpointError as error:  # on every rank alike; it must not hide the other
+                    logger.error("%s", error)
             self.runtime.raise_together(failure, failed - 1, "loading data")
         # Ranks that share sequences have all counted the same tokens.
         valid, *sums = (count // self.dims.sharers for count in (valid, *sums))
         self.source_tokens = dict(zip(from_sources, sums))
         if signalled:
-            # What was just fetched is not trained on any more: the resumed run must begin with it.
-            self.loader.load_state_dict(merge_states(self.runtime.all_gather_object(position)))
-            self._save_and_interrupt(signalled)
+            self._save_between_steps(position)
+            self._interrupt(signalled)
         return batches, max(valid, 1)
 
     def _reduce_second_moments(self, moments: torch.Tensor) -> None:
@@ -385,13 +395,22 @@ class Trainer:
         if "rng" in state:
             restore_rng_state(state["rng"], self.device)
 
-    def _save_and_interrupt(self, number: int) -> None:
+    def _save_between_steps(self, position: dict[str, Any]) -> None:
+        """Save the steps done, if saving is on. What was fetched since ``position`` is not trained on:
+        the resumed run must begin with it."""
+        if not self.config.checkpoint.enable or self.config.checkpoint.load_only:
+            return
+        self.loader.load_state_dict(merge_states(self.runtime.all_gather_object(position)))
+        self._save()
+        self.checkpointer.maybe_wait()
+
+    def _interrupt(self, number: int) -> None:
         name = StopSignal.name(number)
-        if self.config.checkpoint.enable and not self.config.checkpoint.load_only:
-            self._save()
-            self.checkpointer.maybe_wait()
+        checkpoint = self.config.checkpoint
+        if checkpoint.enable and not checkpoint.load_only:
             raise Interrupted(f"{name} after step {self.step}; run the same command again to resume.")
-        raise Interrupted(f"{name} after step {self.step}; nothing was saved, as checkpoint.enable is false.")
+        key = "checkpoint.load_only is true" if checkpoint.enable else "checkpoint.enable is false"
+        raise Interrupted(f"{name} after step {self.step}; nothing was saved, as {key}.")
 
     def close(self) -> None:
         """Release everything, the newest part first; calling it again does nothing."""

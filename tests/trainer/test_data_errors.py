@@ -55,12 +55,13 @@ def test_a_broken_record_under_torchrun(tmp_path):
 def test_the_same_in_a_worker_and_data_that_end(tmp_path):
     broken = _corpus_with_a_broken_line(tmp_path / "corpus.jsonl")
     short = write_corpus(tmp_path / "short.jsonl", documents=20)
+    saving = {"checkpoint__enable": True, "checkpoint__interval": 1000}
     in_worker, in_process, exhausted = train_each(
         2,
         [
             _two_streams(tmp_path / "worker", broken, training__dataloader__num_workers=1),
             _two_streams(tmp_path / "process", broken),
-            _two_streams(tmp_path / "short", short, data__repeat=False),
+            _two_streams(tmp_path / "short", short, data__repeat=False, **saving),
         ],
     )
     for (code_0, told_0), (code_1, told_1) in (in_worker, in_process):
@@ -74,3 +75,24 @@ def test_the_same_in_a_worker_and_data_that_end(tmp_path):
     told = exhausted[0][1]
     assert "DataExhausted" in told or "cannot read the data" in told
     assert str(short) in told and "data.repeat" in told
+    # What was trained is saved, and goes on once the data does; where nothing was, nothing is.
+    done = training_lines(tmp_path / "short")[-1]["step"]
+    assert [folder.name for folder in (tmp_path / "short/checkpoint").iterdir()] == [f"step-{done}"]
+    short_of_data, goes_on = train_each(
+        2,
+        [
+            _two_streams(tmp_path / "short", short, data__repeat=False, **saving),
+            [*_two_streams(tmp_path / "short", short, **saving), f"--training.steps={done + 2}"],
+        ],
+    )
+    assert [code for code, _ in short_of_data] == [1, 1] and [code for code, _ in goes_on] == [0, 0]
+    assert [line["step"] for line in training_lines(tmp_path / "short")] == list(range(1, done + 3))
+    assert [line["resumed_from"] for line in training_lines(tmp_path / "short") if "resumed_from" in line]
+
+
+def test_no_checkpoint_ties_a_corrected_dataset_to_the_broken_one(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("not JSON\n" * 5000)
+    ((told,),) = train_each(1, [argv(tmp_path / "run", corpus, checkpoint__enable=True)])
+    assert told[0] == 1 and "line 1" in told[1]
+    assert not (tmp_path / "run" / "checkpoint").exists()

@@ -8,6 +8,11 @@ configuration, nor update rules, nor any model family. A model needs only the at
 from titanforge.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanforge.parallelisms.clip import clip_factor, clip_grad_norm_, global_grad_norm
 from titanforge.parallelisms.compile import apply_compile
+from titanforge.parallelisms.context_parallel import (
+    apply_context_parallel,
+    check_context_parallel,
+    sequence_pieces,
+)
 from titanforge.parallelisms.data_parallel import (
     apply_fsdp,
     apply_mixed_precision,
@@ -30,9 +35,11 @@ __all__ = [
     "Runtime",
     "apply_activation_checkpoint",
     "apply_compile",
+    "apply_context_parallel",
     "apply_fsdp",
     "apply_mixed_precision",
     "apply_tensor_parallel",
+    "check_context_parallel",
     "check_tensor_parallel",
     "clip_factor",
     "clip_grad_norm_",
@@ -41,6 +48,7 @@ __all__ = [
     "init_distributed",
     "pad_sequences",
     "reshard",
+    "sequence_pieces",
     "set_determinism",
     "set_is_last_micro_batch",
 ]

@@ -33,7 +33,7 @@ _KEYS = {
     "tp": "parallelism.tensor_parallel_degree",
     "ep": "parallelism.expert_parallel_degree",
 }
-_NOT_YET = ("pp", "cp", "ep")
+_NOT_YET = ("pp", "ep")
 
 
 @dataclass

@@ -13,12 +13,15 @@ from titanforge.parallelisms import (
     ParallelDims,
     apply_activation_checkpoint,
     apply_compile,
+    apply_context_parallel,
     apply_fsdp,
     apply_mixed_precision,
     apply_tensor_parallel,
+    check_context_parallel,
     check_tensor_parallel,
     complete_gradients,
     pad_sequences,
+    sequence_pieces,
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,15 +80,29 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
         vocab_size=args.vocab_size,
         n_experts=getattr(args, "n_experts", 0),
     )
+    check_context_parallel(
+        dims.cp,
+        config.parallelism.context_parallel_method,
+        n_heads=args.n_heads,
+        tensor_degree=dims.tp,
+        n_experts=getattr(args, "n_experts", 0),
+    )
 
 
 def parallelize(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
-    """Split a model that is on meta, inside out: tensor, recomputation, compiling, shards; give it memory."""
+    """Split a model that is on meta, inside out, and give it memory: tensor, context, …, shards."""
     training, checkpointing = config.training, config.activation_checkpoint
     tensor_mesh = dims.get_optional_mesh("tp")
     if tensor_mesh is not None:
         apply_tensor_parallel(model, tensor_mesh)
-        pad_sequences(model, dims.tp)
+    pieces = dims.tp
+    context_mesh = dims.get_optional_mesh("cp")
+    if context_mesh is not None:
+        method = config.parallelism.context_parallel_method
+        apply_context_parallel(model, context_mesh, method)
+        pieces *= sequence_pieces(dims.cp, method)
+    if pieces > 1:
+        pad_sequences(model, pieces)  # after the others: it comes first in a call
     apply_activation_checkpoint(
         model, checkpointing.mode, checkpointing.selective_ac_option, checkpointing.preserve_rng_state
     )

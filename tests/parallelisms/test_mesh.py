@@ -20,12 +20,16 @@ def test_shard_degree_is_what_the_others_leave(degrees, world_size, expected_sha
     ("degrees", "world_size", "message"),
     [
         ({"dp_replicate": 3}, 4, "data_parallel_replicate_degree = 3 does not divide the 4 ranks"),
-        ({"dp_replicate": 2, "dp_shard": 4}, 4, "replicate_degree = 2 x .*shard_degree = 4 makes 8 ranks, but 4 ranks"),
+        (
+            {"dp_replicate": 2, "dp_shard": 4},
+            4,
+            "replicate_degree = 2 x .*shard_degree = 4 makes 8 ranks, but 4 ranks",
+        ),
         ({"dp_shard": 0}, 1, "data_parallel_shard_degree = 0"),
         ({"dp_replicate": -1}, 1, "data_parallel_replicate_degree = -1"),
         ({"tp": 3}, 4, "tensor_parallel_degree = 3 does not divide the 4 ranks"),
         ({"pp": 2}, 2, "pipeline_parallel_degree = 2"),
-        ({"cp": 2}, 2, "context_parallel_degree = 2"),
+        ({"cp": 2, "dp_shard": 2}, 2, "context_parallel_degree = 2 makes 4 ranks, but 2"),
         ({"ep": 2}, 2, "expert_parallel_degree = 2"),
     ],
 )

@@ -7,7 +7,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.distributed_harness import run_distributed
 from tests.models.families import KINDS
@@ -17,7 +16,6 @@ from titanforge.parallelisms import (
     apply_activation_checkpoint,
     apply_fsdp,
     apply_tensor_parallel,
-    check_tensor_parallel,
     clip_factor,
     complete_gradients,
     pad_sequences,
@@ -75,7 +73,7 @@ def assert_same_gradients(split, whole) -> None:
             wanted[name].grad,
             rtol=2e-4,
             atol=2e-5,
-            msg=lambda m: f"{name}: {m}",
+            msg=f"{name}: {{}}".format,
         )
 
 

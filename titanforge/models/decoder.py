@@ -27,6 +27,7 @@ class Decoder(nn.Module):
         args: sizes, with ``dim``, ``n_layers``, ``n_heads``, ``n_kv_heads``, ``head_dim``, ``ffn_dim``,
             ``vocab_size``, ``max_seq_len`` and ``tie_embeddings``.
         rope: tables of the rotary embedding; None: positions are embedded otherwise.
+        build_mask: document ids → what the blocks' attention takes as its mask.
     """
 
     args: Any
@@ -35,6 +36,7 @@ class Decoder(nn.Module):
     layers: nn.ModuleDict
     norm: nn.Module | None
     output: OutputHead | None
+    build_mask = staticmethod(build_attention_mask)
 
     def forward(
         self,
@@ -69,7 +71,7 @@ class Decoder(nn.Module):
             raise ValueError(f"sequence of {T} tokens; the model was built for {self.args.max_seq_len}")
         x_BTD = self.embed(tokens, positions) if self.tok_embeddings is not None else tokens
         rotation = self.rope(positions, T) if self.rope is not None else None
-        return x_BTD, rotation, build_attention_mask(document_ids)
+        return x_BTD, rotation, self.build_mask(document_ids)
 
     def _leave(self, x_BTD: torch.Tensor, labels: torch.Tensor | None, logits_at: int | None) -> torch.Tensor:
         if self.norm is not None:

@@ -118,7 +118,7 @@ class Attention(nn.Module):
     """Multi-head attention with K key/value heads for H query heads (Ainslie et al. 2023, "GQA") and RoPE.
 
     Head counts are never written down in forward: the -1 of each view infers them, so a module whose matrices
-    were split over heads runs as it is.
+    were split over heads runs as it is. ``attend`` may be replaced by one that sees more tokens than these.
     """
 
     def __init__(
@@ -143,6 +143,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+        self.attend = attend
         self.q_norm = RMSNorm(self.head_dim, qk_norm_eps) if qk_norm_eps is not None else None
         self.k_norm = RMSNorm(self.head_dim, qk_norm_eps) if qk_norm_eps is not None else None
 
@@ -154,7 +155,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         q_BTHE, k_BTKE = rotation(q_BTHE), rotation(k_BTKE)
-        out_BHTE = attend(q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), mask)
+        out_BHTE = self.attend(q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), mask)
         return self.wo(out_BHTE.transpose(1, 2).reshape(B, T, -1))
 
     def init_spec(self) -> dict[str, InitSpec]:
@@ -177,6 +178,7 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.head_dim = dim // n_heads
         self.depth_std = depth_std
+        self.attend = attend
         self.wqkv = nn.Linear(dim, 3 * dim)
         self.wo = nn.Linear(dim, dim)
 
@@ -184,7 +186,7 @@ class FusedAttention(nn.Module):
         B, T, _ = x_BTD.shape
         qkv_3BHTE = self.wqkv(x_BTD).view(B, T, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
         q_BHTE, k_BHTE, v_BHTE = qkv_3BHTE.unbind(0)
-        out_BHTE = attend(q_BHTE, k_BHTE, v_BHTE, mask)
+        out_BHTE = self.attend(q_BHTE, k_BHTE, v_BHTE, mask)
         return self.wo(out_BHTE.transpose(1, 2).reshape(B, T, -1))
 
     def init_spec(self) -> dict[str, InitSpec]:

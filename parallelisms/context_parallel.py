@@ -1,0 +1,171 @@
+"""Context parallelism: ranks share each sequence, and attention alone looks across.
+
+- ``ulysses`` (Jacobs et al. 2023): an all-to-all turns shares of the sequence into shares of the heads and
+  another turns them back; in between every rank sees whole sequences, with the attention of one process.
+- ``ring``: see ``ring_attention``; keys and values stay in shares as well, and heads set no limit.
+
+Everything else of a model works on tokens one by one, so it needs nothing but their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanforge.parallelisms.ring_attention import RingAttention
+from titanforge.parallelisms.sequence import arguments
+
+KEY = "parallelism.context_parallel_degree"
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+
+
+def check_context_parallel(
+    degree: int, method: str, *, n_heads: int, tensor_degree: int = 1, n_experts: int = 0
+) -> None:
+    """Whether a model of so many heads, shared by ``tensor_degree`` ranks already, can be split.
+
+    Raises:
+        ValueError: naming the key, the value and the way out.
+    """
+    if degree > 1 and n_experts:
+        raise ValueError(f"{KEY} = {degree}: a model with experts (model.n_experts = {n_experts}) takes 1.")
+    heads = n_heads // tensor_degree
+    if method == "ulysses" and heads % degree:
+        raise ValueError(
+            f"{KEY} = {degree} does not divide the {heads} query heads of a rank (model.n_heads = {n_heads}"
+            f" / tensor_parallel_degree = {tensor_degree}): use a divisor, or "
+            'parallelism.context_parallel_method = "ring", which any number fits.'
+        )
+
+
+def sequence_pieces(degree: int, method: str) -> int:
+    """What the length of a sequence must be a multiple of."""
+    return 2 * degree if method == "ring" else degree
+
+
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: str) -> None:
+    """Have ``model`` called with whole sequences on every rank of the 1-D ``mesh``, and work on a share.
+
+    With labels a call returns the sum of the losses of this rank's tokens; with ``logits_at`` the logits, on
+    every rank. Whole sequences must be multiples of ``sequence_pieces``.
+    """
+    group, shares = mesh.get_group(), Shares(mesh, balanced=method == "ring")
+    if method == "ring":
+        model.build_mask = shares.documents  # pyright: ignore
+    for block in model.get_submodule("layers").children():
+        attention: Any = block.get_submodule("attention")
+        attention.attend = ring_attend(group) if method == "ring" else ulysses_attend(attention.attend, group)
+    model.register_forward_pre_hook(shares.take, prepend=True, with_kwargs=True)
+    model.register_forward_hook(shares.give)
+
+
+class Shares:
+    """Which tokens of a sequence are this rank's: one run of them, or one from each end."""
+
+    def __init__(self, mesh: DeviceMesh, balanced: bool) -> None:
+        self.group, self.ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.balanced = balanced
+        self._owner: int | None = None
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """A rank's chunks, of ``ranks`` or twice as many."""
+        return (rank, 2 * self.ranks - 1 - rank) if self.balanced else (rank,)
+
+    def of(self, x_BT: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's share of [B, T]."""
+        pieces = x_BT.chunk(self.ranks * len(self.chunks(0)), dim=1)
+        return torch.cat([pieces[chunk] for chunk in self.chunks(rank)], dim=1)
+
+    def documents(self, document_ids_BT: torch.Tensor | None) -> torch.Tensor | None:
+        """Every rank's share of the document ids, [ranks, B, t]."""
+        if document_ids_BT is None:
+            return None
+        return torch.stack([self.of(document_ids_BT, rank) for rank in range(self.ranks)])
+
+    def take(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a call: this rank's tokens with their positions, and everyone's document ids."""
+        call = arguments(*args, **kwargs)
+        B, T = call["tokens"].shape
+        if call["positions"] is None:
+            call["positions"] = torch.arange(T, device=call["tokens"].device).expand(B, T)
+        for name in ("tokens", "positions", "labels"):
+            if call[name] is not None:
+                call[name] = self.of(call[name], self.rank)
+        self._owner = None
+        if call["logits_at"] is not None:
+            chunk, within = divmod(call["logits_at"], T // (self.ranks * len(self.chunks(0))))
+            self._owner = next(rank for rank in range(self.ranks) if chunk in self.chunks(rank))
+            call["logits_at"] = within + self.chunks(self._owner).index(chunk) * (T // self.ranks // 2)
+        return (), call
+
+    def give(self, model: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        """After a call for logits: those of the rank that has the token."""
+        if self._owner is None:
+            return None
+        logits = output.detach().contiguous()
+        dist.broadcast(logits, group=self.group, group_src=self._owner)
+        return logits
+
+
+def ring_attend(group: dist.ProcessGroup) -> Attend:
+    """Attention of this rank's queries to all keys; mask: ``Shares.documents``."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        output = RingAttention.apply(q, k, v, mask, group)
+        assert isinstance(output, torch.Tensor)
+        return output
+
+    return attend
+
+
+def ulysses_attend(whole: Attend, group: dist.ProcessGroup) -> Attend:
+    """``whole`` on all tokens and this rank's share of the heads; one all-to-all there, one back."""
+    ranks = group.size()
+
+    def attend(q_BHtE: torch.Tensor, k_BKtE: torch.Tensor, v_BKtE: torch.Tensor, mask: Any) -> torch.Tensor:
+        k_BKtE, v_BKtE = (spread_heads(x, q_BHtE.shape[1], ranks) for x in (k_BKtE, v_BKtE))
+        by_rank = [x.unflatten(1, (ranks, -1)) for x in (q_BHtE, k_BKtE, v_BKtE)]
+        sizes = [x.shape[2] for x in by_rank]
+        exchanged = _AllToAll.apply(torch.cat(by_rank, 2).transpose(0, 1), group)  # [c, B, heads, t, E]
+        assert isinstance(exchanged, torch.Tensor)
+        q, k, v = exchanged.permute(1, 2, 0, 3, 4).flatten(2, 3).split(sizes, dim=1)
+        out_BhTE = whole(q, k, v, mask)
+        shares = out_BhTE.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4)
+        returned = _AllToAll.apply(shares, group)  # [c, B, heads of that rank, t, E]
+        assert isinstance(returned, torch.Tensor)
+        return returned.transpose(0, 1).flatten(1, 2)
+
+    return attend
+
+
+def spread_heads(x_BKtE: torch.Tensor, n_heads: int, ranks: int) -> torch.Tensor:
+    """Key/value heads as often as ranks need them: fewer heads than ranks are sent to several."""
+    K = x_BKtE.shape[1]
+    if K % ranks == 0:
+        return x_BKtE
+    # Each rank's query heads all read one key/value head if ranks are a multiple; else one copy a query head.
+    return x_BKtE.repeat_interleave((ranks if ranks % K == 0 else n_heads) // K, dim=1)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Slice i of dim 0 goes to rank i; what comes from rank i is slice i. Its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sent = grad_outputs[0].contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        return received, None

@@ -57,7 +57,9 @@ class Validator:
                         return
                     batch = batch.to(device)
                     loss_sum = model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
-                    totals += torch.stack([loss_sum.double(), (batch.labels >= 0).sum().double()])
+                    # The loss is of this rank's tokens alone, the labels are those of whole sequences.
+                    counted = (batch.labels >= 0).sum().double() / trainer.dims.cp
+                    totals += torch.stack([loss_sum.double(), counted])
                 samples = self._samples()
             finally:
                 model.train()

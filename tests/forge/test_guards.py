@@ -117,7 +117,11 @@ def test_non_finite_loss_changes_nothing(name: str) -> None:
     before, kept, held = weights(model), states(optimizer), optimizer.held_norm.clone()
     train(model, optimizer, 2, 3, loss=lambda model, number: llama_loss(model, number) * torch.inf)
     assert same(before, weights(model))
-    assert same(kept, states(optimizer))
+    now = states(optimizer)
+    for each in (kept, now):
+        for key in [key for key in each if key.endswith(".captured_steps")]:
+            del each[key]  # Dobb's count of steps, applied or not, by which it captures
+    assert same(kept, now)
     assert torch.equal(held, optimizer.held_norm)
     assert int(optimizer.step_count) == 2
     train(model, optimizer, 3, 5)

@@ -39,7 +39,8 @@ def batch(number: int, sequences: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def llama_loss(model: nn.Module, number: int) -> Tensor:
-    tokens, labels = batch(number)
+    device = next(model.parameters()).device
+    tokens, labels = (part.to(device) for part in batch(number))
     return model(tokens, None, None, labels) / (2 * TOKENS - 1)
 
 

@@ -1,0 +1,203 @@
+"""The fused step on a GPU: bit for bit the formed one, captured whole, and without a gradient in the
+allocator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.forge.toy import (
+    batch,
+    fuse,
+    fuse_materialised,
+    largest_difference,
+    llama,
+    llama_loss,
+    options_of,
+    ordinary,
+    same,
+    states,
+    train,
+    weights,
+)
+from titanforge.parallelisms import apply_activation_checkpoint, apply_compile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# Wide enough for whole tiles beside ragged ones; no activation of the 32 tokens has a matrix' size.
+SIZES = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 680}
+
+
+def on_gpu(dtype: torch.dtype = torch.bfloat16, **overrides: Any) -> Any:
+    return llama(dtype, **{**SIZES, **overrides}).cuda()
+
+
+RECIPES: list[dict[str, Any]] = [
+    {"state_dtype": "bfloat16"},
+    {"master_weights": "float32"},
+    {"state_dtype": "bfloat16", "master_weights": "stochastic_rounding"},
+    {"state_dtype": "int8", "master_weights": "stochastic_rounding"},
+    {"state_dtype": "fp8"},
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_t0_fused_is_formed(recipe: dict[str, Any]) -> None:
+    options = options_of("adamw", **recipe)
+    fused, formed = on_gpu(), on_gpu()
+    first, second = fuse(fused, options, "bfloat16"), fuse_materialised(formed, options, "bfloat16")
+    assert train(fused, first, 0, 5) == train(formed, second, 0, 5)
+    assert same(weights(fused), weights(formed))
+    assert same(states(first), states(second))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "lamb", "muon", "scion", "adafactor", "sm3"])
+def test_fused_follows_the_ordinary_engine(name: str) -> None:
+    """In float32, where the two differ by the order of sums alone."""
+    options = options_of(name)
+    fused, plain = on_gpu(torch.float32), on_gpu(torch.float32)
+    losses = train(fused, fuse(fused, options), 0, 5)
+    assert losses == pytest.approx(train(plain, ordinary(plain, options), 0, 5), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_micro_batches(name: str) -> None:
+    options = options_of(name)
+    fused, plain = on_gpu(torch.float32), on_gpu(torch.float32)
+    losses = train(fused, fuse(fused, options, micro_batches=4, tokens=32), 0, 3, micro_batches=4)
+    assert losses == pytest.approx(train(plain, ordinary(plain, options), 0, 3, micro_batches=4), abs=1e-3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_captured_step_is_the_eager_step(compiled: bool) -> None:
+    """One CUDA graph: forward, backward with its updates, and the end of the step; the rate moves between."""
+    options = options_of("adamw", state_dtype="bfloat16", master_weights="stochastic_rounding")
+    eager, captured = on_gpu(), on_gpu()
+    for model in (eager, captured) if compiled else ():
+        apply_compile(model)
+    first, second = fuse(eager, options, "bfloat16"), fuse(captured, options, "bfloat16")
+    batches = [tuple(part.cuda() for part in batch(number)) for number in range(8)]
+    tokens, labels = (part.clone() for part in batches[0])
+
+    def launch(model: Any, optimizer: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+        loss = model(tokens, None, None, labels) / 31
+        optimizer.before_backward(0, torch.isfinite(loss.detach()))
+        loss.backward()
+        optimizer.apply_step()
+        return loss.detach()
+
+    def prepare(optimizer: Any, step: int) -> None:
+        optimizer.set_lr(1.0 / (1 + step))
+        optimizer.begin_step(1)
+
+    expected = []
+    for step, (step_tokens, step_labels) in enumerate(batches):
+        prepare(first, step)
+        expected.append(float(launch(eager, first, step_tokens, step_labels)))
+
+    found = []
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for step in range(3):
+            tokens.copy_(batches[step][0])
+            labels.copy_(batches[step][1])
+            prepare(second, step)
+            found.append(float(launch(captured, second, tokens, labels)))
+    torch.cuda.current_stream().wait_stream(side)
+    prepare(second, 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        loss = launch(captured, second, tokens, labels)
+    for step in range(3, 8):
+        prepare(second, step)
+        tokens.copy_(batches[step][0])
+        labels.copy_(batches[step][1])
+        graph.replay()
+        found.append(float(loss))
+    assert found == expected
+    assert same(weights(eager), weights(captured))
+    assert same(states(first), states(second))
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled", "recomputed", "compiled and recomputed"])
+def test_the_allocator_has_no_gradient_on_record(mode: str) -> None:
+    model, plain = on_gpu(), on_gpu()
+    for each in (model, plain):
+        if "recomputed" in mode:
+            apply_activation_checkpoint(each, "selective", "op")
+        if "compiled" in mode:
+            apply_compile(each)
+    options = options_of("adamw", state_dtype="bfloat16")
+    matrices = {
+        -(-param.numel() * width // 512) * 512
+        for param in model.parameters()
+        if param.dim() > 1
+        for width in (2, 4)
+    }
+    fused = recorded(model, fuse(model, options, "bfloat16"))
+    control = recorded(plain, ordinary(plain, options, "bfloat16"))
+    assert [size for size in fused if size in matrices] == []
+    assert sum(size in matrices for size in control) >= 15
+
+
+def recorded(model: Any, optimizer: Any) -> list[int]:
+    """Sizes of what the third step's backward allocates."""
+    train(model, optimizer, 0, 2)
+    optimizer.zero_grad()
+    optimizer.begin_step(1)
+    loss = llama_loss(model, 2)
+    optimizer.before_backward(0, torch.isfinite(loss.detach()))
+    torch.cuda.synchronize()
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    try:
+        loss.backward()
+        torch.cuda.synchronize()
+        snapshot: Any = torch.cuda.memory._snapshot()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    optimizer.step()
+    events = [event for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"]
+    assert events
+    return [-(-event["size"] // 512) * 512 for event in events]
+
+
+def test_compiled_blocks_follow_the_eager_ones() -> None:
+    plain, compiled = on_gpu(torch.float32), on_gpu(torch.float32)
+    apply_compile(compiled)
+    compiled.output.compile()
+    options = options_of()
+    losses = train(compiled, fuse(compiled, options), 0, 4)
+    assert train(plain, fuse(plain, options), 0, 4) == pytest.approx(losses, abs=1e-3)
+    assert largest_difference(weights(plain), weights(compiled)) < 5e-3
+
+
+def test_resume_on_the_device() -> None:
+    options = options_of("adamw", state_dtype="int8", master_weights="stochastic_rounding")
+    model = on_gpu()
+    optimizer = fuse(model, options, "bfloat16")
+    train(model, optimizer, 0, 3)
+    fresh = on_gpu()
+    fresh.load_state_dict(model.state_dict())
+    again = fuse(fresh, options, "bfloat16")
+    again.load_state_dict(
+        {
+            "step": optimizer.step_count.clone(),
+            "state": {
+                name: {slot: tensor.clone() for slot, tensor in slots.items()}
+                for name, slots in optimizer.state_dict()["state"].items()
+            },
+            "rule": optimizer.state_dict()["rule"],
+        }
+    )
+    train(model, optimizer, 3, 6)
+    train(fresh, again, 3, 6)
+    assert same(weights(model), weights(fresh))
+    assert same(states(optimizer), states(again))

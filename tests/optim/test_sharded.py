@@ -23,6 +23,9 @@ RECIPES = [
     ("AdamW", "int8", "none", "native"),
     ("AdamW", "float32", "none", "fused"),
     ("SGD", "float32", "none", "fused"),
+    ("Muon", "float32", "none", "native"),
+    ("RMNP", "float32", "none", "native"),
+    ("Dion", "float32", "none", "native"),
 ]
 
 
@@ -74,7 +77,7 @@ def sharded(rank: int, world_size: int, folder: str) -> None:
         dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=f"{folder}/{index}")
     layer = nn.Linear(8, 8)
     fully_shard(layer, mesh=mesh)
-    for name in ("Muon", "Adafactor", "LAMB"):
+    for name in ("Dobb", "Adafactor", "LAMB"):
         with pytest.raises(ValueError, match=r"is sharded: set parallelism\.data_parallel_shard_degree = 1"):
             build_optimizer(layer, Optimizer(name=name), "float32")
     with pytest.raises(ValueError, match=r'state_dtype = "fp8" has one scale per weight'):

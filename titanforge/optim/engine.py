@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,13 @@ from titanforge.optim.local_update import (
 )
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule, UpdateRule
+from titanforge.optim.sharded import update_sharded
 from titanforge.optim.states import (
     MASTER_SLOT,
     Fp8Scales,
     Recipe,
     StoredState,
+    is_sharded,
     load_states,
     local_tensor,
     new_auxiliary,
@@ -51,6 +53,11 @@ class Entry:
     auxiliary: dict[str, Tensor] = field(default_factory=dict)
     parts: int = 1
     beside: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def momentum(self) -> Tensor:
+        """A rule's first state, a DTensor if the parameter is one."""
+        return self.states[0].values
 
     def saved(self) -> dict[str, Tensor]:
         tensors = {key: tensor for state in self.states for key, tensor in state.saved().items()}
@@ -121,6 +128,7 @@ class RuleOptimizer:
         self._lr_factor = 1.0
         self._rng = torch.tensor([seed, 0], dtype=torch.int64, device=self._device)
         self._nonfinite = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self.record_gather: Callable[[int], None] | None = None
         self._fp8 = Fp8Scales([entry.states for entry in self._all_entries()])
         auxiliary = {entry.name: entry.auxiliary for entry in self._all_entries()}
         self.capture: DobbCapture | None = (
@@ -251,18 +259,29 @@ class RuleOptimizer:
     def _update_family(self, family: Family, hyper: Tensor) -> None:
         rule = family.rule
         items = self._items(family)
-        if not items:
-            return
-        if isinstance(rule, LocalStateRule):
+        if items and isinstance(rule, LocalStateRule):
             update_elementwise(rule, items, hyper, self._rng, self._nonfinite)
         if isinstance(rule, ElementwiseRule):
             return
+        if isinstance(rule, StateGlobalRule):
+            items = self._update_gathered(rule, family, hyper)
         for row in range(len(family.groups)):
             members = [item for item in items if item.hyper_row == row]
             if isinstance(rule, StateGlobalRule):
                 update_state_global(rule, members, hyper[row])
             else:
                 update_layers(rule, members, hyper[row])
+
+    def _update_gathered(self, rule: StateGlobalRule, family: Family, hyper: Tensor) -> list[LocalWeight]:
+        """U of the sharded weights of a rule that gathers; returns the weights that are left."""
+        sharded = [entry for entry in family.entries if rule.u_gathers and is_sharded(entry.param)]
+        if not sharded:
+            return self._items(family)
+        for row in range(len(family.groups)):
+            members = [entry for entry in sharded if entry.hyper_row == row]
+            update_sharded(rule, members, hyper[row], self.record_gather)
+        names = {entry.name for entry in sharded}
+        return [entry.item() for entry in family.entries if entry.name not in names]
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:

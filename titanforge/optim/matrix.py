@@ -58,6 +58,7 @@ class MatrixRule(StateGlobalRule):
 
     a_affine = True
     matrix_only = True
+    u_gathers = True
     option_names = ("momentum",)
 
     def __init__(self, options: MatrixOptions | None = None, nesterov: bool = False) -> None:

@@ -83,6 +83,7 @@ class UpdateRule(ABC):
     option_names: the group options that have an effect, beside `lr` and `weight_decay`.
     u_writes_state: U changes what A has left (Dion's error feedback).
     u_reads_capture: U reads what was captured in this step's forward or backward, complete only after both.
+    u_gathers: of a sharded weight U takes the gathered state, and needs the weight only to add to it.
     matrix_only: for matrices of the blocks alone; `[optimizer.scalar]` takes the other weights.
     """
 
@@ -94,6 +95,7 @@ class UpdateRule(ABC):
     u_reads_gradient: bool = False
     u_writes_state: bool = False
     u_reads_capture: ClassVar[bool] = False
+    u_gathers: ClassVar[bool] = False
     hyper_names: tuple[str, ...] = COMMON_HYPER_NAMES
     option_names: ClassVar[tuple[str, ...]] = ()
     matrix_only: ClassVar[bool] = False

@@ -92,6 +92,11 @@ class Recipe:
         if slot.shape != "weight" or self.state_dtype == "float32":
             return CODECS["fp32"]
         stochastic = self.stochastic and self.state_dtype != "fp8"
+        if self.state_dtype in ("int8", "fp8") and rule.u_gathers and is_sharded(param):
+            raise ValueError(
+                f"optimizer.state_dtype = {self.state_dtype!r}: {rule.name} gathers the momentum of sharded "
+                "weights: use float32 or bfloat16"
+            )
         if rule.u_writes_state and self.state_dtype in ("int8", "fp8"):
             raise ValueError(
                 f"optimizer.state_dtype = {self.state_dtype!r}: the weight update of {rule.name} writes the "
@@ -245,6 +250,8 @@ class Fp8Scales:
 
 def refuse_sharded(rule: UpdateRule, name: str, param: nn.Parameter, key: str) -> None:
     """Rules that read whole layers would read one shard and differ by layout: say so instead."""
+    if rule.u_gathers:
+        return
     if rule.regime > 1 and is_sharded(param):
         raise ValueError(
             f"{key} = {rule.name!r} reads whole layers, but {name!r} is sharded: set "

@@ -27,6 +27,7 @@ class Dobb(MatrixRule):
 
     name = "dobb"
     u_reads_capture = True
+    u_gathers = False
 
     def __init__(self, options: MatrixOptions | None = None, nesterov: bool = False) -> None:
         super().__init__(options, nesterov)

@@ -50,6 +50,7 @@ class Validator:
         model, device = trainer.model, trainer.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         with trainer.metrics.pause():
+            trainer.sync_point("evaluation")
             model.eval()
             try:
                 for batch in self.loader:

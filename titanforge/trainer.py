@@ -83,8 +83,15 @@ class Trainer:
         self.capture = getattr(self.optimizer, "capture", None)  # Dobb's second moments
         if self.capture is not None:
             self.capture.all_reduce = self._reduce_second_moments
-        self.sync = self._owned(build_sync_policy(config.sync.policy, config.sync.bucket_mib))
-        self.sync.attach(self.model, self.dims.get_group("dp_replicate"), self.ledger)
+        self.sync = self._owned(build_sync_policy(config.sync))
+        self.sync.attach(
+            self.model,
+            self.dims.get_group("dp_replicate"),
+            self.ledger,
+            optimizer=self.optimizer,
+            shard_group=self.dims.get_group("dp_shard"),
+            world_group=self.dims.get_group("loss"),
+        )
         self.checkpointer = self._owned(
             CheckpointManager(
                 config.checkpoint,
@@ -213,7 +220,8 @@ class Trainer:
         """One optimizer step on one global batch."""
         config = self.config
         self.metrics.begin_step()
-        batches, valid_tokens = self._next_global_batch()
+        batches, tokens_by_replica = self._next_global_batch()
+        valid_tokens = max(sum(tokens_by_replica), 1)
         schedule = config.lr_scheduler
         factor = lr_factor(
             self.step,
@@ -226,25 +234,27 @@ class Trainer:
         self.optimizer.set_lr(factor)
         self.optimizer.zero_grad()
         self.optimizer.begin_step(self.micro_batches)
-        self.sync.begin_step(self.micro_batches)
+        self.sync.begin_step(self.micro_batches, tokens_by_replica)
+        divisor = self.sync.gradient_divisor(tokens_by_replica)
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
         for index, batch in enumerate(batches):
             set_is_last_micro_batch(self.model, index == len(batches) - 1)
             self.sync.before_backward(index)
             batch = batch.to(self.device)
             loss_sum = self.model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
-            # The gradient of every rank is its share of the mean over the whole global batch, so sums
-            # over ranks and micro-batches need no further division, however the padding is spread.
-            share = loss_sum / valid_tokens
+            # The gradient of every rank is its share of the mean over the whole global batch (over the
+            # replica's part of it if replicas step by themselves), so sums over ranks and micro-batches
+            # need no further division, however the padding is spread.
+            share = loss_sum / divisor
             # Fused weights change during backward, so it must be known by now whether they may.
             self.optimizer.before_backward(index, self._may_apply(share.detach()))
             share.backward()
-            loss += share.detach()
-        self.ledger.all_reduce(loss, self.dims.get_group("loss"), axis="loss", purpose="loss")
+            loss += loss_sum.detach() / valid_tokens
         self.sync.reduce_gradients()
         grad_norm, scale = self._clip()
+        loss, grad_norm = self._over_ranks(loss, grad_norm)
         apply_flag = self._check_finite(loss, grad_norm)
-        self.optimizer.step(apply_flag=apply_flag, grad_scale=scale)
+        self.sync.step(self.optimizer, apply_flag, scale)
         if (statistics := self.model.step_statistics()) is not None:
             self.ledger.all_reduce(
                 statistics, self.dims.get_group("loss"), axis="loss", purpose="model statistics"
@@ -252,6 +262,7 @@ class Trainer:
             self.model.end_step(apply_flag)
         self.step += 1
         self.tokens_seen += valid_tokens
+        self.metrics.sync_events(self.step, self.sync.take_events())
         self.metrics.end_step(
             self.step,
             loss=loss,
@@ -260,7 +271,7 @@ class Trainer:
             tokens_seen=self.tokens_seen,
             ledger=self.ledger,
             **{f"source_tokens/{name}": count for name, count in self.source_tokens.items()},
-            **(self.model.metrics() if self.metrics.due(self.step) else {}),
+            **(self.model.metrics() | self.sync.metrics() if self.metrics.due(self.step) else {}),
             **({"dobb_failed_blocks": self.capture.failed_blocks} if self.capture is not None else {}),
             **({"skipped_steps": self._nonfinite_steps} if config.training.nonfinite_loss == "skip" else {}),
         )
@@ -276,8 +287,26 @@ class Trainer:
             self.model.parameters(), self.config.training.max_norm, all_reduce=self._reduce_norm
         )
 
-    def _next_global_batch(self) -> tuple[list[Batch], int]:
-        """This rank's micro-batches, and the valid target tokens of the whole global batch.
+    def _over_ranks(
+        self, loss: torch.Tensor, grad_norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The loss of the whole global batch; the norm that all ranks share, or, where gradients are each
+        replica's own, the root mean square of theirs: not finite on all ranks if it is on one."""
+        group = self.dims.get_group("loss")
+        if grad_norm is None or not self.sync.local_gradients:
+            self.ledger.all_reduce(loss, group, axis="loss", purpose="loss")
+            return loss, grad_norm
+        both = torch.stack([loss, grad_norm.square() / self.dims.degree("loss")])
+        self.ledger.all_reduce(both, group, axis="loss", purpose="loss")
+        return both[0], both[1].sqrt()
+
+    def sync_point(self, reason: str) -> None:
+        """Make replicas coherent before something looks at weights or states; training goes on from it."""
+        self.sync.synchronize(reason)
+        self.metrics.sync_events(self.step, self.sync.take_events())
+
+    def _next_global_batch(self) -> tuple[list[Batch], list[int]]:
+        """This rank's micro-batches, and each replica's part of the global batch's valid target tokens.
 
         One host-side reduction carries the token count, any rank's failure and any rank's signal, so that
         all ranks go on or stop together and the failing one is named.
@@ -290,10 +319,14 @@ class Trainer:
                 batches = [next(self.loader) for _ in range(self.micro_batches)]
             except Exception as error:
                 failure = error
-            valid = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+            replicas = self.dims.degree("dp_replicate")
+            tokens = [0] * replicas
+            tokens[self.dims.get_mesh("dp_replicate").get_local_rank()] = sum(
+                int((batch.labels != IGNORED).sum()) for batch in batches
+            )
             from_sources = self.loader.source_tokens()
-            (valid, *sums), (failed, signalled) = self.runtime.agree(
-                sums=[valid, *from_sources.values()],
+            totals, (failed, signalled) = self.runtime.agree(
+                sums=[*tokens, *from_sources.values()],
                 maxima=[self.runtime.rank + 1 if failure else 0, self.stop_signal.received],
             )
         if failed:
@@ -306,12 +339,12 @@ class Trainer:
                     logger.error("%s", error)
             self.runtime.raise_together(failure, failed - 1, "loading data")
         # Ranks that share sequences have all counted the same tokens.
-        valid, *sums = (count // self.dims.sharers for count in (valid, *sums))
-        self.source_tokens = dict(zip(from_sources, sums))
+        totals = [count // self.dims.sharers for count in totals]
+        self.source_tokens = dict(zip(from_sources, totals[replicas:]))
         if signalled:
             self._save_between_steps(position)
             self._interrupt(signalled)
-        return batches, max(valid, 1)
+        return batches, totals[:replicas]
 
     def _reduce_second_moments(self, moments: torch.Tensor) -> None:
         self.ledger.all_reduce(moments, self.dims.get_group("loss"), axis="loss", purpose="second moments")
@@ -359,7 +392,12 @@ class Trainer:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "train_state": {"step": self.step, "tokens_seen": self.tokens_seen, **self._held_norm()},
+            "train_state": {
+                "step": self.step,
+                "tokens_seen": self.tokens_seen,
+                "sync": self.sync.state_dict(),
+                **self._held_norm(),
+            },
             "dataloader": merge_states(self.runtime.all_gather_object(self.loader.state_dict())),
             "rng": rng_state(self.device),
         }
@@ -373,6 +411,7 @@ class Trainer:
     def _save(self, last: bool = False) -> None:
         self._stop_if_nonfinite()
         with self.metrics.pause():
+            self.sync_point("checkpoint")
             self.checkpointer.save(self.step, self.state, last=last)
 
     def _load(self) -> None:
@@ -385,6 +424,7 @@ class Trainer:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
             self.optimizer.refresh_master_weights()
+        self.sync.load_state_dict(state.get("train_state", {}).get("sync", {}))
         if "train_state" in state:
             self.step = state["train_state"]["step"]
             self.tokens_seen = state["train_state"]["tokens_seen"]

@@ -31,6 +31,8 @@ def refusal_of(*argv: str, world_size: int = 1, device: str = "cuda") -> str:
 @pytest.mark.parametrize("file", JOB_FILES, ids=lambda file: file.stem)
 @pytest.mark.parametrize("world_size, device", [(1, "cpu"), (64, "cuda")])
 def test_shipped_job_files_are_valid_and_quiet(file, world_size, device):
+    if file.stem.startswith("debug_sync"):
+        world_size = max(world_size, 2)  # they are about two replicas
     assert validate("--job.config_file", str(file), world_size=world_size, device=device) == []
 
 
@@ -455,3 +457,33 @@ def test_the_table_names_existing_keys():
             assert name in paths or (name.endswith(".") and any(path.startswith(name) for path in paths)), (
                 name
             )
+
+
+# --- sync policies ------------------------------------------------------------------------------------------
+
+REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
+
+
+def test_policies_that_average_need_a_step_in_halves_and_plain_states():
+    rmmc = (REPLICAS, "--sync.policy=rmmc")
+    assert validate(*rmmc, world_size=2) == []
+    for argument in ("--optimizer.implementation=fused", "--optimizer.state_dtype=int8"):
+        assert refusal_of(*rmmc, argument, world_size=2).startswith('sync.policy = "rmmc": ')
+    message = refusal_of(REPLICAS, "--sync.reduce=states", "--optimizer.state_dtype=int8", world_size=2)
+    assert message.startswith('sync.reduce = "states": ') and 'sync.reduce = "gradients"' in message
+    assert refusal_of("--sync.interval=0").startswith("sync.interval = 0: must be at least 1")
+    assert "finite" in refusal_of("--sync.threshold=inf")
+
+
+@pytest.mark.parametrize(
+    "arguments, key",
+    [
+        (["--sync.policy=rmmc", "--sync.interval=3"], "sync.interval"),
+        (["--sync.policy=scheduled", "--sync.threshold=0.1"], "sync.threshold"),
+        (["--sync.policy=scheduled", "--sync.reduce=states"], "sync.reduce"),
+        (["--sync.max_interval=3"], "sync.max_interval"),
+    ],
+)
+def test_keys_that_a_policy_does_not_read_are_named(arguments, key):
+    (warning,) = validate(REPLICAS, *arguments, world_size=2)
+    assert warning.startswith(key)

@@ -22,6 +22,7 @@ class Dependence(NamedTuple):
     reason: str
 
 
+_NOT_THIS_POLICY = "this sync.policy does not read it"
 _FILE_DATASETS = {"python_stdlib", "text", "jsonl", "parquet"}
 
 
@@ -59,6 +60,22 @@ DEPENDENCES = (
         ("sync.",),
         lambda config, device: config.parallelism.data_parallel_replicate_degree > 1,
         "there is one replica (parallelism.data_parallel_replicate_degree = 1)",
+    ),
+    Dependence(
+        ("sync.interval",), lambda config, device: config.sync.policy == "scheduled", _NOT_THIS_POLICY
+    ),
+    Dependence(("sync.threshold",), lambda config, device: config.sync.policy == "rmmc", _NOT_THIS_POLICY),
+    Dependence(("sync.reduce",), lambda config, device: config.sync.policy == "every_step", _NOT_THIS_POLICY),
+    Dependence(
+        (
+            "sync.local_update",
+            "sync.local_lr",
+            "sync.warmup_steps",
+            "sync.max_interval",
+            "sync.average_parameters",
+        ),
+        lambda config, device: config.sync.policy != "every_step",
+        "sync.policy is every_step: there are no local steps",
     ),
     Dependence(
         ("parallelism.context_parallel_method",),

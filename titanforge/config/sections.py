@@ -350,8 +350,27 @@ class Parallelism:
 
 @dataclass
 class Sync:
-    policy: Literal["every_step"] = "every_step"
-    """When replicas talk."""
+    policy: Literal["every_step", "scheduled", "rmmc"] = "every_step"
+    """When replicas talk: at each step, every `interval` steps, or when some layer's momentum changes by more
+    than `threshold` (relative maximum momentum change, CurvaDion)."""
+    reduce: Literal["gradients", "states"] = "gradients"
+    """What `every_step` sums over replicas: `gradients`, or the optimizer's `states` after each replica has
+    folded its own gradient into them. The other policies always average states."""
+    interval: int = 50
+    """Of `scheduled`: steps from one sync to the next."""
+    threshold: float = 0.5
+    """Of `rmmc`: synchronise when the change is above; below 0: always."""
+    local_update: Literal["gradient", "momentum", "orthonormal"] = "orthonormal"
+    """Step between syncs of rules that are affine in the gradient (Muon, Dion, Dobb, SGD): along the gradient
+    or the momentum, or the rule's own. Other rules (AdamW) always take their own."""
+    local_lr: float | None = None
+    """Peak learning rate of `local_update`; default: that of the weight's group."""
+    warmup_steps: int = 0
+    """Synchronise at each of the first steps."""
+    max_interval: int = 0
+    """Greatest number of consecutive local steps; 0: no bound."""
+    average_parameters: bool = True
+    """Average weights at each sync; false: states alone (saves and evaluations average weights anyway)."""
     bucket_mib: float = 32.0
     """Size of one reduction bucket, in MiB."""
 

@@ -45,6 +45,7 @@ def validate_config(config: JobConfig, world_size: int, device_type: str) -> lis
     _check_optimizer(config)
     warnings += _check_schedule(config)
     _check_forge(config, world_size)
+    _check_sync(config)
     _check_data(config)
     _check_validation(config)
     warnings += _check_checkpoint(config, world_size)
@@ -197,6 +198,32 @@ def _check_forge(config: JobConfig, world_size: int) -> None:
             config,
             "training.enable_cpu_offload",
             "forge.enable = true updates weights on the device: set one of the two to false",
+        )
+
+
+def _check_sync(config: JobConfig) -> None:
+    """Policies under which replicas differ need a step in two halves and states that have a mean."""
+    sync, optimizer = config.sync, config.optimizer
+    averages = sync.policy != "every_step" or sync.reduce == "states"
+    if not averages or config.parallelism.data_parallel_replicate_degree == 1:
+        return
+    key = "sync.reduce" if sync.policy == "every_step" else "sync.policy"
+    instead = 'sync.reduce = "gradients"' if sync.policy == "every_step" else 'sync.policy = "every_step"'
+    if config.forge.enable:
+        raise refusal(config, key, f"needs forge.enable = false; with fused weights set {instead}")
+    if optimizer.implementation != "native":
+        raise refusal(
+            config,
+            key,
+            "cuts a step in two, which torch.optim cannot: set optimizer.implementation = "
+            f'"native", or {instead}',
+        )
+    if optimizer.state_dtype in ("int8", "fp8") or optimizer.master_weights == "stochastic_rounding":
+        raise refusal(
+            config,
+            key,
+            "averages weights and states: set optimizer.state_dtype to float32 or bfloat16 and "
+            f"optimizer.master_weights to none or float32, or {instead}",
         )
 
 

@@ -114,6 +114,7 @@ class MetricsLogger:
         self._resume_step = self._resumed_from = self._last_step = resume_step
         self._last_tokens = tokens_seen
         self._eta = EtaEstimator(self.total_steps)
+        self._sync_events: list[tuple[int, dict[str, Any]]] = []
         self._interval_start: float | None = None
         self._paused_seconds = self._data_seconds = 0.0
 
@@ -180,6 +181,7 @@ class MetricsLogger:
         """
         if not self.due(step) or not self.sinks:
             return None
+        self._write_sync_events()
         line = read_scalars({"loss": loss, "grad_norm": grad_norm, "lr": lr, **more})
         # Reading waited for the device to finish the step, so the clock is read after it.
         assert self._interval_start is not None, "begin_step comes first"
@@ -214,10 +216,25 @@ class MetricsLogger:
         """Write one validation line: mean loss over ``tokens`` tokens of all ranks, both already reduced."""
         if not self.sinks:
             return None
+        self._write_sync_events()
         line = read_scalars({"validation_loss": loss, "validation_tokens": tokens, **more})
         line["time"] = time.time()
         self._write(line, step)
         return line
+
+    def sync_events(self, step: int, events: list[dict[str, Any]]) -> None:
+        """Replicas synchronised at step ``step``. Kept until the next line, and written to ``metrics.jsonl``
+        alone: the host waits for no device here, and consoles are not flooded."""
+        if self.sinks:
+            self._sync_events += [(step, event) for event in events]
+
+    def _write_sync_events(self) -> None:
+        events, self._sync_events = self._sync_events, []
+        for step, event in events:
+            values = read_scalars(event)
+            for sink in self.sinks:
+                if isinstance(sink, JsonlSink):
+                    sink.log(values, step)
 
     def log_sample(self, step: int, prompt: str, text: str) -> None:
         """Show what the model made of ``prompt``; also kept in ``samples.jsonl``."""
@@ -235,6 +252,7 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Finish every sink; the logger then drops what it is given. Calling it again does nothing."""
+        self._write_sync_events()
         sinks, self.sinks = self.sinks, []
         if self._samples is not None:
             self._samples.close()

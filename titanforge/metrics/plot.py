@@ -89,6 +89,7 @@ def plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: str | Pat
             if record.get("resumed_from"):
                 for axes in (loss_axes, speed_axes):
                     axes.axvline(record["resumed_from"], color=color if several else "0.5", ls=":", lw=1)
+        _mark_syncs(loss_axes, records, color, index)
         steps, speeds = _series(records, "tokens_per_second")
         all_speeds += speeds
         speed_axes.plot(steps, speeds, color=color, linewidth=1.2, marker="." if len(steps) < 3 else None)
@@ -109,6 +110,16 @@ def plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], output: str | Pat
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=120)
     return output
+
+
+def _mark_syncs(axes: Any, records: Sequence[Mapping[str, Any]], color: str, row: int) -> None:
+    """A tick at each step at which replicas synchronised, along the foot of the loss curves: a row a run."""
+    steps = sorted({record["step"] for record in records if "sync" in record})
+    if steps:
+        axes.plot(
+            steps, [0.02 + 0.03 * row] * len(steps), "|", ms=7, mew=0.9, color=color,
+            transform=axes.get_xaxis_transform(), label=f"replicas synchronised ({len(steps)}x)",
+        )  # fmt: skip
 
 
 def _any_resume(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from titanforge.kernels.references import STATE_SLOTS
-from titanforge.optim.rule import ElementwiseRule, StateSlot
+from titanforge.optim.rule import ElementwiseRule, State, StateSlot, select
 
 _NONNEGATIVE_SLOTS = ("v", "u")
 
@@ -58,6 +60,10 @@ class SGD(ElementwiseRule):
 
     def own_hyperparameters(self, options: Mapping[str, float], step: int) -> tuple[float, ...]:
         return (options["momentum"],) if self.use_momentum else ()
+
+    def weight_update(self, w: Tensor, state: State, h: Tensor) -> Tensor:
+        """U alone, after A: w <- w - lr m. For heavy-ball momentum, whose A takes the decay with it."""
+        return select(h, w - h[1] * state[0], w)
 
 
 class Adagrad(_KernelRule):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titanforge.kernels.codecs import Codec
+from titanforge.optim import split
 from titanforge.optim.dobb.capture import DobbCapture, build_capture
 from titanforge.optim.hyper_table import HyperTable
 from titanforge.optim.local_update import (
@@ -17,6 +18,7 @@ from titanforge.optim.local_update import (
     update_elementwise,
     update_layers,
     update_state_global,
+    write_copies,
 )
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule, UpdateRule
@@ -261,7 +263,14 @@ class RuleOptimizer:
         items = self._items(family)
         if items and isinstance(rule, LocalStateRule):
             update_elementwise(rule, items, hyper, self._rng, self._nonfinite)
+        if not isinstance(rule, ElementwiseRule):
+            self._update_weights(family, hyper)
+
+    def _update_weights(self, family: Family, hyper: Tensor) -> None:
+        """What is left after the elementwise pass; of rules that split, U."""
+        rule, items = family.rule, self._items(family)
         if isinstance(rule, ElementwiseRule):
+            split.finish(rule, items, hyper)
             return
         if isinstance(rule, StateGlobalRule):
             items = self._update_gathered(rule, family, hyper)
@@ -271,6 +280,85 @@ class RuleOptimizer:
                 update_state_global(rule, members, hyper[row])
             else:
                 update_layers(rule, members, hyper[row])
+
+    # ---------------------------------------------------------------- a step in two halves
+
+    @torch.no_grad()
+    def accumulate_step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
+        """First half of a step, with the arguments of `step`: A of the rules that split (`split.splits`).
+
+        The other rules take their whole step. `finish_step` follows.
+        """
+        self.prepare_step()
+        flag = None if apply_flag is None else apply_flag.to(self._device)
+        self._table.select(flag, None if grad_scale is None else grad_scale.to(self._device))
+        self._rng[1] = self._table.count
+        if self.capture is not None:
+            self.capture.refresh(self._table.tables()[0][0, 0])
+        for family, hyper in zip(self._families, self._table.tables()):
+            if not split.splits(family.rule):
+                self._update_family(family, hyper)
+            elif items := self._items(family):
+                split.accumulate(family.rule, items, hyper, self._rng, self._nonfinite)
+
+    @torch.no_grad()
+    def finish_step(self, local: split.LocalStep | None = None) -> None:
+        """Second half: U of the rules that split, or `local` in its place; gradients are as in the first.
+
+        After a local step without U, a rule whose U decays the momentum (error feedback) has it decayed here:
+        the momentum then is M <- mu M + G throughout.
+        """
+        tables = self._table.tables()
+        for family, hyper in zip(self._families, tables):
+            if not split.splits(family.rule):
+                continue
+            if local is not None and local.lr is not None:
+                hyper = hyper.clone()
+                hyper[:, 1] = local.lr * self._lr_factor
+            if local is None or local.kind == "orthonormal":
+                self._update_weights(family, hyper)
+                continue
+            for item in self._items(family):
+                split.step_along(local, item, hyper[item.hyper_row])
+            if family.rule.u_writes_state:
+                for item in self._items(family):
+                    factor = family.groups[item.hyper_row].options["momentum"]
+                    item.states[0].values.mul_(torch.where(hyper[item.hyper_row, 0] != 0, factor, 1.0))
+        self._table.advance(tables[0][0, 0])
+
+    def replicated_tensors(self) -> list[split.ReplicatedTensor]:
+        """Weights and states, live and local, in one order on every rank.
+
+        Raises ValueError for what has no mean over replicas: states stored as codes, weights that are rounded
+        at random.
+        """
+        found = []
+        for family in self._families:
+            waits = split.splits(family.rule)
+            for entry in family.entries:
+                item = entry.item()
+                if not item.is_plain:
+                    raise ValueError(
+                        "replicas that step locally average weights and states: optimizer.state_dtype must "
+                        'be "float32" or "bfloat16", and optimizer.master_weights not '
+                        '"stochastic_rounding" (or set sync.policy = "every_step")'
+                    )
+                tensors = {"weight": item.weight}
+                tensors |= {state.slot.name: state.local.values for state in entry.states}
+                found += [
+                    split.ReplicatedTensor(entry.name, slot, waits, True, tensor)
+                    for slot, tensor in tensors.items()
+                ]
+                found += [
+                    split.ReplicatedTensor(entry.name, slot, waits, False, local_tensor(tensor))
+                    for slot, tensor in entry.auxiliary.items()
+                ]
+        return found
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Round the fp32 masters into the weights, after the masters were changed from outside."""
+        write_copies([entry.item() for entry in self._all_entries()])
 
     def _update_gathered(self, rule: StateGlobalRule, family: Family, hyper: Tensor) -> list[LocalWeight]:
         """U of the sharded weights of a rule that gathers; returns the weights that are left."""

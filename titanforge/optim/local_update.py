@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
 _CHUNK = 1 << 17
 # Largest stack of same-shape matrices updated in one batch, per stacked tensor.
 _BATCH_BYTES = 256 * 2**20
+
+
+@runtime_checkable
+class HasWeightUpdate(Protocol):
+    """An elementwise rule whose U can be taken by itself."""
+
+    def weight_update(self, w: Tensor, state: tuple[Tensor, ...], h: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -132,6 +140,23 @@ def _update_chunk(rule: LocalStateRule, gradient: Tensor, tensors: tuple[Tensor,
     for tensor, result in zip(tensors, results):
         if result is not tensor:
             tensor.copy_(result)
+
+
+def accumulate_states(rule: LocalStateRule, item: LocalWeight, h: Tensor) -> None:
+    """A alone of an elementwise rule: its states, the weight read and left as it is."""
+    states = [state.values for state in item.states]
+    _, *new_states = rule.reference(
+        item.gradient_or_zeros().float(), item.weight.float(), *(state.float() for state in states), h
+    )
+    for state, new in zip(states, new_states):
+        state.copy_(new)
+
+
+def update_weight_alone(rule: UpdateRule, item: LocalWeight, h: Tensor) -> None:
+    """U alone of an elementwise rule that has a `weight_update`, after `accumulate_states`."""
+    assert isinstance(rule, HasWeightUpdate)
+    state = tuple(state.values.float() for state in item.states)
+    item.weight.copy_(rule.weight_update(item.weight.float(), state, h))
 
 
 def update_state_global(rule: StateGlobalRule, items: Sequence[LocalWeight], h: Tensor) -> None:

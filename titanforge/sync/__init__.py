@@ -7,7 +7,22 @@ from __future__ import annotations
 
 from titanforge.sync.every_step import EveryStep
 from titanforge.sync.ledger import CommLedger
-from titanforge.sync.policy import SyncPolicy
+from titanforge.sync.local_steps import LocalSteps, ReplicaLost, StatesEveryStep
+from titanforge.sync.policy import LocalUpdate, SyncPolicy
 from titanforge.sync.registry import POLICIES, build_sync_policy
+from titanforge.sync.rmmc import Rmmc
+from titanforge.sync.scheduled import Scheduled
 
-__all__ = ["POLICIES", "CommLedger", "EveryStep", "SyncPolicy", "build_sync_policy"]
+__all__ = [
+    "POLICIES",
+    "CommLedger",
+    "EveryStep",
+    "LocalSteps",
+    "LocalUpdate",
+    "ReplicaLost",
+    "Rmmc",
+    "Scheduled",
+    "StatesEveryStep",
+    "SyncPolicy",
+    "build_sync_policy",
+]

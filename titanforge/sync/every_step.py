@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,16 @@ class EveryStep(SyncPolicy):
         self._armed = False
         self._next_bucket = 0
 
-    def attach(self, model: nn.Module, replicate_group: ProcessGroup | None, ledger: CommLedger) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        replicate_group: ProcessGroup | None,
+        ledger: CommLedger,
+        *,
+        optimizer: Any = None,
+        shard_group: ProcessGroup | None = None,
+        world_group: ProcessGroup | None = None,
+    ) -> None:
         self.close()
         if replicate_group is None or replicate_group.size() == 1:
             return
@@ -147,7 +157,7 @@ class EveryStep(SyncPolicy):
         pieces = buffer.split([local.numel() for local in locals_])
         return [piece.view(local.shape) for piece, local in zip(pieces, locals_)]
 
-    def begin_step(self, num_micro_batches: int) -> None:
+    def begin_step(self, num_micro_batches: int, tokens_by_replica: Sequence[int] = ()) -> None:
         self._num_micro_batches = num_micro_batches
         self._in_step = True
         self._armed = False

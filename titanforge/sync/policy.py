@@ -3,35 +3,123 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from titanforge.sync.ledger import CommLedger
 
 REPLICATE_AXIS = "dp_replicate"
 
+LocalUpdateKind = Literal["gradient", "momentum", "orthonormal"]
+
+
+@dataclass(frozen=True)
+class LocalUpdate:
+    """What a rule that waits for the decision does to its weights on a step without communication.
+
+    kind: `gradient`: W <- W - lr G; `momentum`: W <- W - lr M; `orthonormal`: the rule's own U.
+    lr: peak rate, which the schedule multiplies; None: the rate of the weight's group.
+    """
+
+    kind: LocalUpdateKind = "orthonormal"
+    lr: float | None = None
+
+
+class Replicated(Protocol):
+    """One tensor that replicas are to agree on: this rank's part of a weight or of an optimizer state."""
+
+    @property
+    def name(self) -> str:
+        """The weight's name."""
+        ...
+
+    @property
+    def slot(self) -> str:
+        """`weight`, or the state's name."""
+        ...
+
+    @property
+    def splits(self) -> bool:
+        """Whether the weight's rule waits for the decision between A and U."""
+        ...
+
+    @property
+    def has_mean(self) -> bool:
+        """False for a state that replicas share one copy of at a sync (a basis)."""
+        ...
+
+    @property
+    def tensor(self) -> Tensor: ...
+
+
+class StepOptimizer(Protocol):
+    """An optimizer that takes whole steps."""
+
+    def step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None: ...
+
+
+class SplitOptimizer(StepOptimizer, Protocol):
+    """An optimizer whose step can be cut in two, with the decision to communicate in between."""
+
+    def accumulate_step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
+        """A where the rule splits; the whole step where it does not."""
+        ...
+
+    def finish_step(self, local: LocalUpdate | None = None) -> None:
+        """U of the rules that split, or a local step in its place."""
+        ...
+
+    def replicated_tensors(self) -> Sequence[Replicated]:
+        """Weights (or their fp32 masters) and states in one order on every rank."""
+        ...
+
+    def write_weights(self) -> None:
+        """The weights behind fp32 masters, after the masters were changed."""
+        ...
+
 
 class SyncPolicy(ABC):
     """Decides when replicas talk. The trainer calls, in this order:
 
-    attach once; then per step begin_step, per micro-batch before_backward and the backward pass, and
-    reduce_gradients before gradients are looked at (clipping, update).
+    attach once; then per step begin_step, per micro-batch before_backward and the backward pass,
+    reduce_gradients before gradients are looked at (clipping), and step for the update. synchronize makes
+    replicas coherent between steps, for a checkpoint, an evaluation, an export.
 
-    Gradients are sums everywhere (the loss is divided by the tokens of the whole global batch), so reducing
-    means summing, never averaging.
+    The loss is divided by `gradient_divisor`, so that reducing gradients means summing, never averaging.
     """
 
+    local_gradients = False
+    """Whether gradients, and so their norm, stay each replica's own."""
+
     @abstractmethod
-    def attach(self, model: nn.Module, replicate_group: ProcessGroup | None, ledger: CommLedger) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        replicate_group: ProcessGroup | None,
+        ledger: CommLedger,
+        *,
+        optimizer: Any = None,
+        shard_group: ProcessGroup | None = None,
+        world_group: ProcessGroup | None = None,
+    ) -> None:
         """Take charge of a model, after it was sharded and before its first backward.
 
         replicate_group: the ranks that hold the same shard of the same weights; None for one replica.
+        optimizer: of the model, for policies that look at its state (`SplitOptimizer`).
+        shard_group: the ranks of this replica; None for one. world_group: all ranks of all replicas.
         """
 
+    def gradient_divisor(self, tokens_by_replica: Sequence[int]) -> int:
+        """What this rank divides its sum of token losses by: target tokens, at least 1."""
+        return max(sum(tokens_by_replica), 1)
+
     @abstractmethod
-    def begin_step(self, num_micro_batches: int) -> None:
-        """A step of so many backward passes starts."""
+    def begin_step(self, num_micro_batches: int, tokens_by_replica: Sequence[int] = ()) -> None:
+        """A step of so many backward passes starts; each replica trains on so many target tokens in it."""
 
     @abstractmethod
     def before_backward(self, micro_batch_index: int) -> None:
@@ -39,7 +127,33 @@ class SyncPolicy(ABC):
 
     @abstractmethod
     def reduce_gradients(self) -> None:
-        """Wait until every `.grad` is the sum over replicas, the same bits on each of them."""
+        """Wait until every `.grad` is what this replica's update reads: with `local_gradients` its own, else
+        the sum over replicas, the same bits on each of them."""
+
+    def step(self, optimizer: Any, apply_flag: Tensor | None, grad_scale: Tensor | None) -> None:
+        """Update weights and states; arguments as of `RuleOptimizer.step`."""
+        optimizer.step(apply_flag=apply_flag, grad_scale=grad_scale)
+
+    def synchronize(self, reason: str) -> None:  # noqa: B027
+        """Make replicas coherent, between steps and on all ranks; does nothing where they are.
+
+        reason: what asks for it, such as `checkpoint`, for the log.
+        """
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """What happened since the last call, for the log; numbers, text, or scalar tensors to be read."""
+        return []
+
+    def metrics(self) -> dict[str, Any]:
+        """Figures for a log line, by metric name."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values that a resumed run needs, equal on all ranks right after `synchronize`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Take over a saved state, after the optimizer's; an empty one of another policy starts anew."""
 
     @abstractmethod
     def close(self) -> None:

@@ -3,18 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from titanforge.sync.every_step import EveryStep
-from titanforge.sync.policy import SyncPolicy
+from titanforge.sync.local_steps import StatesEveryStep
+from titanforge.sync.policy import LocalUpdate, LocalUpdateKind, SyncPolicy
+from titanforge.sync.rmmc import Rmmc
+from titanforge.sync.scheduled import Scheduled
 
-POLICIES: dict[str, Callable[[float], SyncPolicy]] = {
-    "every_step": lambda bucket_mib: EveryStep(bucket_mib),
+
+class SyncOptions(Protocol):
+    """The keys of `[sync]`; `titanforge.config.sections.Sync` has them."""
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def reduce(self) -> str: ...
+    @property
+    def local_update(self) -> LocalUpdateKind: ...
+
+    interval: int
+    threshold: float
+    local_lr: float | None
+    warmup_steps: int
+    max_interval: int
+    average_parameters: bool
+    bucket_mib: float
+
+
+def _local_options(options: SyncOptions) -> dict[str, Any]:
+    return {
+        "local": LocalUpdate(options.local_update, options.local_lr),
+        "warmup_steps": options.warmup_steps,
+        "max_interval": options.max_interval,
+        "average_parameters": options.average_parameters,
+        "bucket_mib": options.bucket_mib,
+    }
+
+
+def _every_step(options: SyncOptions) -> SyncPolicy:
+    if options.reduce == "states":
+        return StatesEveryStep(bucket_mib=options.bucket_mib)
+    return EveryStep(options.bucket_mib)
+
+
+POLICIES: dict[str, Callable[[SyncOptions], SyncPolicy]] = {
+    "every_step": _every_step,
+    "scheduled": lambda options: Scheduled(options.interval, **_local_options(options)),
+    "rmmc": lambda options: Rmmc(options.threshold, **_local_options(options)),
 }
-"""Builders `(bucket_mib) -> policy` by the value of sync.policy."""
+"""Builders by the value of sync.policy."""
 
 
-def build_sync_policy(policy: str, bucket_mib: float) -> SyncPolicy:
-    """The policy of that name; ValueError with the valid names otherwise."""
-    if policy not in POLICIES:
-        raise ValueError(f"sync.policy = {policy!r} is no sync policy; valid: {', '.join(POLICIES)}")
-    return POLICIES[policy](bucket_mib)
+def build_sync_policy(options: SyncOptions) -> SyncPolicy:
+    """The policy of the `[sync]` section; ValueError with the valid names for an unknown one."""
+    if options.policy not in POLICIES:
+        raise ValueError(f"sync.policy = {options.policy!r} is no sync policy; valid: {', '.join(POLICIES)}")
+    return POLICIES[options.policy](options)

@@ -1,0 +1,93 @@
+"""Sync policies through train.py: HSDP, saves and evaluations as sync points, resume, fewer replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.trainer.runs import argv, assert_same_checkpoint, column, lines, train_all, write_corpus
+
+
+def _arguments(folder: Path, corpus: Path, **overrides: Any) -> list[str]:
+    settings: dict[str, Any] = {
+        "training__steps": 8,
+        "training__global_batch_size": 8,
+        "training__local_batch_size": 2,
+        "parallelism__data_parallel_replicate_degree": 2,
+        "optimizer__name": "muon",
+        "optimizer__lr": 2e-3,
+        "checkpoint__enable": True,
+        "checkpoint__interval": 4,
+        "sync__policy": "rmmc",
+        "sync__threshold": 0.6,
+        "sync__warmup_steps": 1,
+        "sync__max_interval": 3,
+    }
+    return argv(folder, corpus, **(settings | overrides))
+
+
+def _syncs(folder: Path) -> list[tuple[int, str]]:
+    return [(line["step"], line["sync"]) for line in lines(folder) if "sync" in line]
+
+
+def test_rmmc_saves_evaluates_resumes_and_goes_on_with_fewer_replicas(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", documents=200)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    evaluation = {"validation__enable": True, "validation__freq": 3, "validation__steps": 1}
+    common = {**evaluation, "data__validation_fraction": 0.2, "sync__threshold": 1e9}
+    train_all(
+        2,
+        [
+            _arguments(whole, corpus, **common),
+            _arguments(parts, corpus, **common, training__steps=4, lr_scheduler__total_steps=8),
+            _arguments(parts, corpus, **common, lr_scheduler__total_steps=8),
+        ],
+    )
+    # Warm-up; an evaluation and a save amid local steps; the bound; the last evaluation, with the last save.
+    assert _syncs(whole) == [
+        (1, "warm-up"), (3, "evaluation"), (4, "checkpoint"), (6, "evaluation"), (8, "evaluation"),
+    ]  # fmt: skip
+    assert column(parts, "loss")[:4] == column(whole, "loss")[:4]
+    last = lines(whole)[-1]
+    assert last["sync"] == "evaluation" and last["sync/drift"] > 0 and last["sync/local_steps"] == 2
+    line = next(line for line in lines(whole) if "loss" in line and line["step"] == 8)
+    assert line["sync/rate"] == 4 / 8 and line["sync/local_steps"] == 2 and line["sync/rmmc_max"] > 0
+    assert sum(name.startswith("sync/rmmc/layers.") for name in line) == 3
+    assert line["comm/dp_replicate/decision_count"] == 8
+    assert (whole / "metrics.png").stat().st_size > 0
+    # The second process of `parts` began where the first had saved, and the last step's evaluation and save
+    # of the first are the sync points of step 4 in both.
+    assert_same_checkpoint(parts / "checkpoint/step-8", whole / "checkpoint/step-8")
+    train_all(
+        1,
+        [
+            _arguments(
+                whole, corpus, **common, training__steps=10, parallelism__data_parallel_replicate_degree=1
+            )
+        ],
+    )
+    assert len(column(whole, "loss")) == 10
+
+
+def test_scheduled_inside_hsdp(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", documents=200)
+    folder = tmp_path / "hsdp"
+    train_all(
+        4,
+        [
+            _arguments(
+                folder,
+                corpus,
+                training__steps=6,
+                optimizer__name="adamw",
+                parallelism__data_parallel_shard_degree=2,
+                sync__policy="scheduled",
+                sync__interval=3,
+                sync__threshold=None,
+                sync__max_interval=None,
+            )
+        ],
+    )
+    assert _syncs(folder) == [(1, "warm-up"), (4, "scheduled"), (6, "checkpoint")]
+    losses = column(folder, "loss")
+    assert losses[-1] < losses[0]

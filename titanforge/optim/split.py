@@ -1,0 +1,91 @@
+"""A step cut in two: A, then somebody's decision, then U or a local step in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from titanforge.optim.local_update import (
+    LocalWeight,
+    accumulate_states,
+    update_elementwise,
+    update_weight_alone,
+    write_copies,
+)
+from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
+
+
+class LocalStep(Protocol):
+    """A weight update that stands in for U: see `titanforge.sync.LocalUpdate`."""
+
+    @property
+    def kind(self) -> Literal["gradient", "momentum", "orthonormal"]: ...
+
+    @property
+    def lr(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class ReplicatedTensor:
+    """This rank's part of a weight or state that replicas hold copies of.
+
+    name: the weight's. slot: `weight`, or the state's. splits: whether the weight's rule waits between A and
+    U. has_mean: False for a state of U alone (a basis), of which replicas share one copy instead.
+    tensor: live; a weight's is its fp32 master where there is one.
+    """
+
+    name: str
+    slot: str
+    splits: bool
+    has_mean: bool
+    tensor: Tensor
+
+
+def splits(rule: UpdateRule) -> bool:
+    """Whether A can be taken before it is known whether U will be: A affine, and U blind to the gradient."""
+    return (
+        isinstance(rule, LocalStateRule)
+        and rule.a_affine
+        and not rule.u_reads_gradient
+        and "m" in (slot.name for slot in rule.slots)
+    )
+
+
+def accumulate(
+    rule: UpdateRule, items: Sequence[LocalWeight], hyper: Tensor, rng: Tensor, nonfinite: Tensor
+) -> None:
+    """A of a rule that splits."""
+    if isinstance(rule, StateGlobalRule):
+        update_elementwise(rule, items, hyper, rng, nonfinite)
+        return
+    assert isinstance(rule, LocalStateRule)
+    for item in items:
+        accumulate_states(rule, item, hyper[item.hyper_row])
+
+
+def finish(rule: UpdateRule, items: Sequence[LocalWeight], hyper: Tensor) -> None:
+    """U of an elementwise rule that splits."""
+    for item in items:
+        update_weight_alone(rule, item, hyper[item.hyper_row])
+    write_copies(items)
+
+
+@torch.no_grad()
+def step_along(local: LocalStep, item: LocalWeight, h: Tensor) -> None:
+    """W <- W - lr X where the step is applied; X the gradient, with its clip factor, or the momentum.
+
+    h: the hyperparameters of the item's group, with the rate of the local step.
+    """
+    if local.kind == "gradient":
+        if item.gradient is None:
+            return
+        direction = item.gradient.float() * h[3]
+    else:
+        direction = item.states[0].values.float()
+    moved = item.weight.float() - h[1] * direction
+    item.weight.copy_(torch.where(h[0] != 0, moved, item.weight.float()))
+    write_copies([item])

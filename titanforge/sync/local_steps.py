@@ -1,0 +1,257 @@
+"""Replicas step by themselves between synchronisations; subclasses say when to synchronise.
+
+A step is A, the decision, U. Rules whose A is affine in the gradient (Muon, Dion, Dobb, SGD with momentum)
+fold their own replica's gradient into the momentum and wait: at a sync the momentum is averaged, the weights
+too if they have come apart, and then every replica takes the same full update; otherwise each takes a local
+step. All other rules step locally first, and a sync averages their weights and states (local SGD).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from titanforge.sync.averaging import average, share_copies
+from titanforge.sync.ledger import CommLedger
+from titanforge.sync.policy import REPLICATE_AXIS, LocalUpdate, Replicated, SplitOptimizer, SyncPolicy
+
+
+class LocalSteps(SyncPolicy):
+    """Base of the policies that leave replicas alone for some steps.
+
+    Gradients are means over the replica's own target tokens, and the mean over replicas weighs each by the
+    tokens that it trained on since the last sync: a token counts the same wherever it was read.
+
+    local: what a rule that waits for the decision does on a step without communication.
+    warmup_steps: the first steps of the run, all of which synchronise.
+    max_interval: greatest number of consecutive local steps; 0: no bound.
+    average_parameters: whether a sync averages weights (a forced one always does).
+    bucket_mib: size of one reduction, in MiB of fp32.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        *,
+        local: LocalUpdate | None = None,
+        warmup_steps: int = 0,
+        max_interval: int = 0,
+        average_parameters: bool = True,
+        bucket_mib: float = 32.0,
+    ) -> None:
+        self._local = local or LocalUpdate()
+        self._warmup_steps, self._max_interval = warmup_steps, max_interval
+        self._average_parameters = average_parameters
+        self._bucket_elements = max(1, int(bucket_mib * 2**20 / 4))
+        self._group: ProcessGroup | None = None
+        self._world_group: ProcessGroup | None = None
+        self._shard_group: ProcessGroup | None = None
+        self._ledger = CommLedger()
+        self._replica, self._tokens = 0, [0]
+        self._events: list[dict[str, Any]] = []
+        self._steps = self._syncs = 0
+        self.local_steps = 0
+        """Consecutive steps without a sync."""
+        # Which weights replicas may disagree on: those of rules that split, and the others.
+        self._apart = {True: False, False: False}
+        self._drift: Tensor | float = 0.0
+
+    # ---------------------------------------------------------------- what a policy is
+
+    @abstractmethod
+    def wants_sync(self) -> bool:
+        """The decision, after A and before U, once per step; the same answer on every rank."""
+
+    def after_average(self) -> None:
+        """States were averaged."""
+
+    # ---------------------------------------------------------------- the contract
+
+    def attach(
+        self,
+        model: nn.Module,
+        replicate_group: ProcessGroup | None,
+        ledger: CommLedger,
+        *,
+        optimizer: Any = None,
+        shard_group: ProcessGroup | None = None,
+        world_group: ProcessGroup | None = None,
+    ) -> None:
+        self.close()
+        if replicate_group is None or replicate_group.size() == 1:
+            return
+        if not hasattr(optimizer, "accumulate_step"):
+            raise ValueError(
+                f"sync.policy = {self.name!r} needs a step that can be cut in two: set "
+                'optimizer.implementation = "native" and forge.enable = false'
+            )
+        self._optimizer: SplitOptimizer = optimizer
+        self._group, self._shard_group = replicate_group, shard_group
+        self._world_group = world_group if world_group is not None else replicate_group
+        self._ledger = ledger
+        self._replica = replicate_group.rank()
+        self._tokens = [0] * replicate_group.size()
+        self._tensors = list(optimizer.replicated_tensors())
+        self.after_average()
+
+    def close(self) -> None:
+        self._group = None
+        self._tensors: list[Replicated] = []
+
+    @property
+    def local_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._group is not None
+
+    def gradient_divisor(self, tokens_by_replica: Sequence[int]) -> int:
+        if self._group is None:
+            return super().gradient_divisor(tokens_by_replica)
+        return max(tokens_by_replica[self._replica], 1)
+
+    def begin_step(self, num_micro_batches: int, tokens_by_replica: Sequence[int] = ()) -> None:
+        if self._group is None:
+            return
+        if len(tokens_by_replica) != len(self._tokens):
+            raise ValueError(
+                f"token counts of {len(tokens_by_replica)} replicas were given, there are {len(self._tokens)}"
+            )
+        self._tokens = [old + new for old, new in zip(self._tokens, tokens_by_replica)]
+
+    def before_backward(self, micro_batch_index: int) -> None:
+        """Nothing: gradients stay where they are."""
+
+    def reduce_gradients(self) -> None:
+        """Nothing: gradients stay where they are."""
+
+    def step(self, optimizer: Any, apply_flag: Tensor | None, grad_scale: Tensor | None) -> None:
+        if self._group is None:
+            super().step(optimizer, apply_flag, grad_scale)
+            return
+        self._steps += 1
+        self._optimizer.accumulate_step(apply_flag, grad_scale)
+        self._apart[False] = True
+        reason = self._reason()
+        if reason is None:
+            self._optimizer.finish_step(self._local)
+            self._apart[True] = True
+            self.local_steps += 1
+            return
+        self._average(reason, weights=self._average_parameters)
+        self._optimizer.finish_step()
+
+    def _reason(self) -> str | None:
+        wanted = self.wants_sync()  # asked always: it keeps the policy's own history
+        if self._steps <= self._warmup_steps:
+            return "warm-up"
+        if wanted:
+            return self.name
+        if self._max_interval and self.local_steps >= self._max_interval:
+            return "max_interval"
+        return None
+
+    def synchronize(self, reason: str) -> None:
+        if self._group is not None and (self.local_steps or any(self._apart.values())):
+            self._average(reason, weights=True)
+
+    def _average(self, reason: str, weights: bool) -> None:
+        """Average what replicas may disagree on."""
+        assert self._group is not None
+        total = sum(self._tokens)
+        share = self._tokens[self._replica] / total if total else 1 / len(self._tokens)
+        states = [item.tensor for item in self._tensors if item.slot != "weight" and item.has_mean]
+        # Only U writes these, so they differ where it ran by itself.
+        bases = [item.tensor for item in self._tensors if not item.has_mean and self._apart[item.splits]]
+        apart = [item.tensor for item in self._tensors if item.slot == "weight" and self._apart[item.splits]]
+        try:
+            self._mean(states, share, "states")
+            share_copies(bases, self._group, self._ledger, purpose="states")
+            self._drift = self._mean_of_weights(apart, share) if weights else float("nan")
+        except RuntimeError as error:
+            raise ReplicaLost(f"averaging replicas at step {self._steps}", error) from error
+        if weights:
+            self._optimizer.write_weights()
+            self._apart = {True: False, False: False}
+        self.after_average()
+        self._syncs += 1
+        self._events.append(
+            {"sync": reason, "sync/local_steps": self.local_steps, "sync/drift": self._drift, **self.event()}
+        )
+        self.local_steps = 0
+        self._tokens = [0] * len(self._tokens)
+
+    def _mean(
+        self, tensors: list[Tensor], share: float, purpose: str, measure: bool = False
+    ) -> Tensor | None:
+        assert self._group is not None
+        return average(
+            tensors, share, self._group, self._ledger,
+            purpose=purpose, bucket_elements=self._bucket_elements, measure=measure,
+        )  # fmt: skip
+
+    def _mean_of_weights(self, weights: list[Tensor], share: float) -> Tensor | float:
+        """Returns the drift: root mean square over replicas of |W_r - mean|, relative to |mean|."""
+        if not weights:
+            return 0.0
+        squares = self._mean(weights, share, "weights", measure=True)
+        assert squares is not None
+        # Both sums hold once per replica, so their ratio is the mean over replicas.
+        self._ledger.all_reduce(squares, self._world_group, axis=REPLICATE_AXIS, purpose="drift")
+        return torch.where(squares[1] > 0, (squares[0] / squares[1]).sqrt(), torch.zeros_like(squares[0]))
+
+    # ---------------------------------------------------------------- what is told of it
+
+    def event(self) -> dict[str, Any]:
+        """More about the sync that is happening, for its line in the log."""
+        return {}
+
+    def take_events(self) -> list[dict[str, Any]]:
+        events, self._events = self._events, []
+        return events
+
+    def metrics(self) -> dict[str, Any]:
+        if self._group is None:
+            return {}
+        return {
+            "sync/rate": self._syncs / max(self._steps, 1),
+            "sync/count": self._syncs,
+            "sync/local_steps": self.local_steps,
+            "sync/last_drift": self._drift,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "syncs": self._syncs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps, self._syncs = state.get("steps", 0), state.get("syncs", 0)
+        self.local_steps = 0
+        self._apart = {True: False, False: False}
+        if self._group is not None:
+            self.after_average()
+
+
+class ReplicaLost(RuntimeError):
+    """A collective between replicas failed.
+
+    what: the collective. cause: what the backend said.
+    """
+
+    def __init__(self, what: str, cause: Exception) -> None:
+        super().__init__(
+            f"{what} failed ({' '.join(str(cause).split())[:200]}): a rank is gone or slower than "
+            "comm.train_timeout_seconds. Resume from the last checkpoint, on fewer replicas if need be "
+            "(parallelism.data_parallel_replicate_degree)."
+        )
+
+
+class StatesEveryStep(LocalSteps):
+    """Every step synchronises, by averaging states in place of gradients: `sync.reduce = "states"`."""
+
+    name = "every_step"
+
+    def wants_sync(self) -> bool:
+        return True

@@ -1,0 +1,119 @@
+"""Replicas synchronise when the momentum of some layer changes: CurvaDion, section 2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from titanforge.sync.local_steps import LocalSteps, ReplicaLost
+from titanforge.sync.policy import REPLICATE_AXIS, Replicated
+
+_TOP_LAYERS = 3
+
+
+class Rmmc(LocalSteps):
+    """Relative maximum momentum change above a threshold (CurvaDion, equation 1).
+
+    RMMC of layer l at step t = | |M(t)| - |M(t-1)| | / |M(t-1)|, Frobenius norms over the whole weight: the
+    squares are summed over dp_shard first. |M(t)| is this replica's, after A and before the decision;
+    |M(t-1)| is what the step before left, so the averaged momentum's after a sync. A zero previous norm
+    counts as an infinite change, unless the momentum is still zero. The greatest value of any layer on any
+    rank, one scalar, is compared with the threshold: a sync where it is above.
+
+    A layer is a weight of a rule that waits for the decision; if no rule of the run does, a weight that has
+    a first moment.
+    """
+
+    name = "rmmc"
+
+    def __init__(self, threshold: float, **options: Any) -> None:
+        super().__init__(**options)
+        if math.isnan(threshold):
+            raise ValueError("sync.threshold = nan: must be a number (inf: never reached)")
+        self.threshold = threshold
+        self.last = self._largest_since_read = 0.0
+        self._previous = self._change = torch.zeros(0)
+
+    def attach(self, *args: Any, **options: Any) -> None:
+        super().attach(*args, **options)
+        if self._group is not None and not self._layers():
+            raise ValueError(
+                'sync.policy = "rmmc" watches the momentum, and no weight has one: take an optimizer.name '
+                'with momentum, or sync.policy = "scheduled"'
+            )
+
+    def _layers(self) -> list[Replicated]:
+        momenta = [item for item in self._tensors if item.slot == "m"]
+        return [item for item in momenta if item.splits] or momenta
+
+    @torch.no_grad()
+    def norms(self) -> Tensor:
+        """fp32 [layers], on the device; the same bits on all ranks of a replica."""
+        layers = self._layers()
+        if not layers:
+            return torch.zeros(0)
+        norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
+            [item.tensor for item in layers], 2.0, dtype=torch.float32
+        )
+        squares = torch.stack(list(norms)).square()
+        self._ledger.all_reduce(squares, self._shard_group, axis="dp_shard", purpose="rmmc norms")
+        return squares.sqrt()
+
+    @torch.no_grad()
+    def wants_sync(self) -> bool:
+        norms, previous = self.norms(), self._previous
+        self._change = relative_change(norms, previous)
+        self._previous = norms
+        largest = self._change.max()
+        try:
+            self._ledger.all_reduce(
+                largest, self._world_group, axis=REPLICATE_AXIS, purpose="decision", op=ReduceOp.MAX
+            )
+            self.last = float(largest)
+        except RuntimeError as error:
+            raise ReplicaLost(f"deciding whether to synchronise at step {self._steps}", error) from error
+        self._largest_since_read = max(self._largest_since_read, self.last)
+        return self.last > self.threshold
+
+    def after_average(self) -> None:
+        self._previous = self.norms()
+
+    def event(self) -> dict[str, Any]:
+        return {"sync/rmmc_max": self.last}
+
+    def metrics(self) -> dict[str, Any]:
+        if self._group is None:
+            return {}
+        figures = {"sync/rmmc_max": self._largest_since_read}
+        self._largest_since_read = self.last
+        if self._change.numel():
+            names = [item.name for item in self._layers()]
+            values, places = self._change.topk(min(_TOP_LAYERS, len(names)))
+            figures |= {
+                f"sync/rmmc/{names[place]}": value for value, place in zip(values.tolist(), places.tolist())
+            }
+        return super().metrics() | figures
+
+    def state_dict(self) -> dict[str, Any]:
+        # The norm of the step before cannot be had from the momentum where U has changed it since.
+        names = [item.name for item in self._layers()]
+        return super().state_dict() | {"norms": dict(zip(names, self._previous.tolist()))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        norms, names = state.get("norms", {}), [item.name for item in self._layers()]
+        if names and all(name in norms for name in names):
+            self._previous = torch.tensor([norms[name] for name in names], device=self._previous.device)
+
+
+def relative_change(norms: Tensor, previous: Tensor) -> Tensor:
+    """Equation 1, elementwise: infinite where the previous norm is 0 and the norm is not, or if undefined."""
+    change = (norms - previous).abs() / previous
+    change = torch.where((previous == 0) & (norms == 0), torch.zeros_like(change), change)
+    # A NaN would compare differently from rank to rank.
+    return torch.nan_to_num(change, nan=math.inf, posinf=math.inf)

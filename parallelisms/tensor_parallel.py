@@ -85,6 +85,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         norm.register_forward_hook(_gather_sequence)
     if head is not None:
         if tied:
+            assert embedding is not None
             head.weight = embedding.weight
         else:
             _distribute(head, mesh, Shard(0))
@@ -134,7 +135,9 @@ class FusedColumns(ParallelStyle):
             weight, bias = module.weight, module.bias  # through the module: they may be cast on reading
             assert isinstance(weight, DTensor) and isinstance(x, DTensor)
             rows = exchange.apply(weight.to_local(), group, self.parts)
-            bias_rows = exchange.apply(bias.to_local(), group, self.parts) if bias is not None else None
+            bias_rows = None
+            if isinstance(bias, DTensor):
+                bias_rows = exchange.apply(bias.to_local(), group, self.parts)
             return F.linear(x.to_local(grad_placements=[Partial()]), rows, bias_rows)
 
         module.forward = forward

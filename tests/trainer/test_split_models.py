@@ -15,6 +15,19 @@ LAYOUTS = {  # name: (ranks, degrees)
     "tp4": (4, {"tensor": 4}),
     "tp2_fsdp2": (4, {"tensor": 2}),
     "tp2_replicas2": (4, {"tensor": 2, "data_replicate": 2}),
+    "cp2_ring": (2, {"context": 2}),
+    "cp2_ulysses": (2, {"context": 2, "method": "ulysses"}),
+    "cp4_ring": (4, {"context": 4}),
+    "cp2_ring_fsdp2": (4, {"context": 2}),
+    "cp2_ulysses_replicas2": (4, {"context": 2, "method": "ulysses", "data_replicate": 2}),
+    "tp2_cp2": (4, {"tensor": 2, "context": 2}),
+    "tp2_cp2_fsdp2": (8, {"tensor": 2, "context": 2}),
+}
+KEYS = {
+    "tensor": "parallelism__tensor_parallel_degree",
+    "context": "parallelism__context_parallel_degree",
+    "method": "parallelism__context_parallel_method",
+    "data_replicate": "parallelism__data_parallel_replicate_degree",
 }
 FAMILIES = {
     "llama3": {"model__n_heads": 4, "model__n_kv_heads": 4},
@@ -30,11 +43,8 @@ FAMILIES = {
 
 def run(tmp: Path, corpus: Path, family: str, layout: str, **overrides) -> list[str]:
     ranks, degrees = LAYOUTS[layout]
-    degrees = {f"parallelism__{axis}_parallel_degree": degree for axis, degree in degrees.items()}
-    if replicas := degrees.pop("parallelism__data_replicate_parallel_degree", None):
-        degrees["parallelism__data_parallel_replicate_degree"] = replicas
-    shared = degrees.get("parallelism__tensor_parallel_degree", 1)
-    shared *= degrees.get("parallelism__context_parallel_degree", 1)
+    shared = degrees.get("tensor", 1) * degrees.get("context", 1)
+    degrees = {KEYS[axis]: value for axis, value in degrees.items()}
     keys = {
         "training__steps": 10,
         "optimizer__lr": 2e-3,
@@ -74,17 +84,32 @@ def assert_same_run(folder: Path, wanted: Path, tolerance: float) -> None:
     assert texts[0] == texts[1] and len(texts[0]) == 2
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallel_training_equals_one_process(tmp_path, ranks):
-    corpus = write_corpus(tmp_path / "corpus.jsonl", documents=150)
-    train_all(
-        1,
-        [make(tmp_path, corpus, f, *a) for f in FAMILIES for make, a in ((seed, ()), (run, ("single",)))],
-    )
-    layouts = [name for name, (n, _) in LAYOUTS.items() if n == ranks]
-    train_all(ranks, [run(tmp_path, corpus, family, layout) for family in FAMILIES for layout in layouts])
-    for family in FAMILIES:
-        wanted = tmp_path / f"{family}_single"
+def train_beside_one_process(tmp: Path, families: list[str], layouts: list[str], tolerance: float) -> None:
+    corpus = write_corpus(tmp / "corpus.jsonl", documents=150)
+    train_all(1, [make(tmp, corpus, f, *a) for f in families for make, a in ((seed, ()), (run, ("single",)))])
+    for ranks in sorted({LAYOUTS[layout][0] for layout in layouts}):
+        names = [layout for layout in layouts if LAYOUTS[layout][0] == ranks]
+        train_all(ranks, [run(tmp, corpus, family, layout) for family in families for layout in names])
+    for family in families:
+        wanted = tmp / f"{family}_single"
         assert column(wanted, "loss")[-1] < column(wanted, "loss")[0] - 0.3, "it learns"
         for layout in layouts:
-            assert_same_run(tmp_path / f"{family}_{layout}", wanted, 1e-5)
+            assert_same_run(tmp / f"{family}_{layout}", wanted, tolerance)
+
+
+@pytest.mark.parametrize("layouts", [["tp2"], ["tp4", "tp2_fsdp2", "tp2_replicas2"]], ids=["2", "4"])
+def test_tensor_parallel_training_equals_one_process(tmp_path, layouts):
+    train_beside_one_process(tmp_path, list(FAMILIES), layouts, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [["cp2_ring", "cp2_ulysses"], ["cp4_ring", "cp2_ring_fsdp2", "cp2_ulysses_replicas2", "tp2_cp2"]],
+    ids=["2", "4"],
+)
+def test_context_parallel_training_equals_one_process(tmp_path, layouts):
+    train_beside_one_process(tmp_path, ["llama3"], layouts, 2e-5)
+
+
+def test_tensor_context_and_shards_together_equal_one_process(tmp_path):
+    train_beside_one_process(tmp_path, ["llama3"], ["tp2_cp2_fsdp2"], 2e-5)

@@ -1,0 +1,63 @@
+"""Payloads and states against the Dobb paper's Tables 3 and 7, its numbers, and what optimizers hold."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from titanforge.config.sections import Optimizer
+from titanforge.optim import build_optimizer
+from titanforge.optim.accounting import cross_shard_payload, second_moment_entries, state_entries
+from titanforge.optim.matrix_options import DobbOptions
+
+M, N = 96, 32
+
+
+@pytest.mark.parametrize("axis", ["output", "input"])
+def test_table_3(axis) -> None:
+    assert cross_shard_payload("muon", M, N, axis) == M * N
+    assert cross_shard_payload("dion", M, N, axis, rank_fraction=0.25) == 8 * (M + N)
+    assert cross_shard_payload("dobb", M, N, axis) == 0
+    assert cross_shard_payload("adamw", M, N, axis) == 0
+
+
+@pytest.mark.parametrize(
+    ("side", "norm", "output", "input"),
+    [("A", "linf", 0, 0), ("G", "linf", 0, 0), ("A", "l2", N, 0), ("G", "l2", 0, M)],
+)
+def test_table_7(side: str, norm: str, output: int, input: int) -> None:
+    dobb = DobbOptions(side=side, norm=norm)
+    assert cross_shard_payload("dobb", M, N, "output", dobb=dobb) == output
+    assert cross_shard_payload("dobb", M, N, "input", dobb=dobb) == input
+
+
+def test_nothing_is_exchanged_where_nothing_is_sharded() -> None:
+    for name in ("muon", "dion", "rmnp", "dobb", "adamw"):
+        assert cross_shard_payload(name, M, N, "none", dobb=DobbOptions(norm="l2")) == 0
+
+
+def test_the_numbers_of_section_5() -> None:
+    """A 4096 x 4096 projection in fp32."""
+    n = 4096
+    assert 4 * cross_shard_payload("muon", n, n, "input") / 1e6 == pytest.approx(67.11, abs=0.005)
+    dion = 4 * cross_shard_payload("dion", n, n, "input", rank_fraction=64 / n)
+    assert dion / 1e6 == pytest.approx(2.10, abs=0.005)
+    columns = 4 * cross_shard_payload("dobb", n, n, "output", dobb=DobbOptions(norm="l2"))
+    assert columns / 1e6 == pytest.approx(0.0164, abs=5e-5)
+    moments = 4 * second_moment_entries(n, n, DobbOptions(blocks=16))
+    assert moments == 4_194_304
+    assert moments / 9 / 1e6 == pytest.approx(0.466, abs=5e-4)
+
+
+@pytest.mark.parametrize("name", ["Muon", "RMNP", "Dion", "Dobb", "Dobb-G"])
+def test_states_are_those_that_an_optimizer_has(name: str) -> None:
+    options = Optimizer(name=name.split("-")[0])
+    options.dion.rank_fraction = 0.25
+    options.dobb.blocks = 4
+    options.dobb.side = "G" if name.endswith("G") else "A"
+    model = nn.Module()
+    model.linear = nn.Linear(N, M, bias=False)
+    states = build_optimizer(model, options, "float32").state_dict()["state"]["linear.weight"]
+    stored = sum(tensor.numel() for slot, tensor in states.items() if slot != "captured_steps")
+    dobb = DobbOptions(side=options.dobb.side, blocks=4)
+    assert stored == state_entries(options.name.lower(), M, N, rank_fraction=0.25, dobb=dobb)

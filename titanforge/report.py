@@ -55,13 +55,16 @@ def summarize(trainer: Trainer) -> None:
     if trainer.config.metrics.enable_tensorboard:
         found.append(("TensorBoard", folder / trainer.config.metrics.save_tb_folder))
     checkpoint = None
-    if trainer.config.checkpoint.enable:
-        checkpoint = trainer.checkpointer.folder / f"step-{trainer.step}"
-        found.append(("checkpoint", checkpoint))
+    if (settings := trainer.config.checkpoint).enable:
+        names = [f"export-step-{trainer.step}"] * settings.last_save_model_only + [f"step-{trainer.step}"]
+        there = [trainer.checkpointer.folder / name for name in names]
+        checkpoint = next((path for path in there if path.is_dir()), None)
+        if checkpoint is not None:  # there is none where nothing is saved: checkpoint.load_only
+            found.append(("checkpoint", checkpoint))
     print(f"done: {trainer.step} steps, {trainer.tokens_seen:,} tokens")
     for name, path in found:
         print(f"  {name:<12} {path}")
-    if checkpoint is not None and checkpoint.is_dir():
+    if checkpoint is not None:
         print("next:")
         print(f'  python scripts/generate.py --checkpoint {checkpoint} --prompt "import "')
         print(f"  python scripts/plot_run.py {metrics} another/metrics.jsonl -o comparison.png")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -328,6 +329,21 @@ def test_compile_components():
     message = refusal_of("--compile.enable", "--compile.components=model,optim")
     assert message.endswith('"optim" is not one of model, loss')
     assert "nothing to compile" in refusal_of("--compile.enable", "--compile.components=")
+
+
+def test_folders_that_cannot_be_written_are_named_before_the_run(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert f"lies below {file}, which is a file" in refusal_of(f"--job.dump_folder={file}/run")
+    assert "checkpoint.folder" in refusal_of(
+        f"--job.dump_folder={tmp_path}", "--checkpoint.enable", "--checkpoint.folder=file"
+    )
+    told = refusal_of(f"--job.dump_folder={tmp_path / ('long' * 100)}")
+    assert "job.dump_folder" in told and "File name too long" in told
+    # The superuser may write everywhere, so the system's answer is what is replaced.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert f"{tmp_path} cannot be written to" in refusal_of(f"--job.dump_folder={tmp_path}/new/run")
+    assert not (tmp_path / "new").exists()
 
 
 def test_dump_folder_is_no_file(tmp_path):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,34 @@ def test_jsonl_line_is_on_disk_before_close(tmp_path: Path) -> None:
     sink.log({"loss": 1.0}, 1)
     assert steps_of(tmp_path / "metrics.jsonl") == [1]
     sink.close()
+
+
+def test_jsonl_on_a_full_disk_loses_lines_and_not_the_run(tmp_path, monkeypatch, caplog) -> None:
+    write, room = os.write, [10_000]
+
+    def limited(descriptor: int, data: bytes) -> int:
+        if room[0] == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(descriptor, data[: room[0]])
+        room[0] -= written
+        return written
+
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    monkeypatch.setattr(os, "write", limited)
+    sink.log({"loss": 1.0}, 1)
+    room[0] = 5
+    for step in (2, 3):
+        sink.log({"loss": 1.0}, step)
+    room[0] = 10_000
+    for step in (4, 5):
+        sink.log({"loss": 1.0}, step)
+    sink.close()
+    assert [record["step"] for record in read_metrics(path)] == [1, 4, 5]
+    told = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert (
+        len(told) == 1 and "step 2" in told[0] and "No space left" in told[0] and "job.dump_folder" in told[0]
+    )
 
 
 def test_jsonl_fresh_start_moves_the_former_run_aside(tmp_path: Path) -> None:

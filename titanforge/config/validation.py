@@ -8,6 +8,7 @@ that have no effect in the chosen mode.
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -429,6 +430,20 @@ def _check_runtime(config: JobConfig) -> None:
         raise refusal(
             config, "compile.components", "compile.enable = true has nothing to compile: name model, loss"
         )
-    dump_folder = Path(config.job.dump_folder).expanduser()
-    if dump_folder.exists() and not dump_folder.is_dir():
-        raise refusal(config, "job.dump_folder", "is a file, not a folder")
+    _check_writable(config, "job.dump_folder", Path(config.job.dump_folder))
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        folder = Path(config.job.dump_folder) / config.checkpoint.folder
+        _check_writable(config, "checkpoint.folder", folder)
+
+
+def _check_writable(config: JobConfig, path: str, folder: Path) -> None:
+    """Now, and not when the first file is written, which may be hours later. Makes nothing."""
+    try:
+        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    except OSError as error:  # e.g. a name that is too long
+        raise refusal(config, path, f"cannot be used ({error.strerror}): choose another folder") from None
+    if not there.is_dir():
+        what = "is" if there == folder.absolute() else f"lies below {there}, which is"
+        raise refusal(config, path, f"{what} a file, not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise refusal(config, path, f"{there} cannot be written to: choose another folder")

@@ -317,8 +317,8 @@ class TrainLoader:
         keys = {
             "seed": "debug.seed",
             "shuffle": "data.shuffle",
+            "held_out": "data.validation_fraction",  # before the number of documents, which follows from it
             "documents": "training.dataset or training.dataset_path (number of documents)",
-            "held_out": "data.validation_fraction",
             "source": "training.dataset or training.dataset_path (names, sizes, lengths of the files)",
             "weights": "data.sources (weights)",
             "window": "data.shuffle_window",
@@ -335,8 +335,8 @@ class TrainLoader:
             raise ValueError(
                 f"data.sources: the checkpoint's position is in another number or kind of sources. {hint}"
             )
-        for name, value in identity.items():
-            if merged[name] != value:
+        for name in (name for name in keys if name in identity):
+            if merged[name] != identity[name]:
                 raise ValueError(f"{keys[name]} differs from the checkpoint's ({name}). {hint}")
         check_complete(merged)
         self.close()

@@ -52,6 +52,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 class JsonlSink:
     """Appends to ``path``. A run resumed from step s first drops what the killed run wrote after s.
 
+    A disk that is full costs lines, not the run.
+
     Args:
         path: the file; its folder is made.
         start_step: step of the checkpoint that training goes on from; 0 for a fresh start, which
@@ -67,12 +69,28 @@ class JsonlSink:
             else:
                 self._drop_after(start_step)
         # O_APPEND and one write a line: a kill leaves whole lines, or one torn last line that resume drops.
+        self._torn = self._failing = False
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        data = to_json_line({"step": step} | values).encode()
-        while data:
-            data = data[os.write(self._file, data) :]
+        # The end that a write on a full disk left off belongs to no line.
+        data = (b"\n" if self._torn else b"") + to_json_line({"step": step} | values).encode()
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+                self._torn = bool(data)
+        except OSError as error:
+            if not self._failing:
+                logger.error(
+                    "%s: the line of step %d cannot be written (%s). Training goes on; lines are lost until "
+                    "there is room in job.dump_folder.",
+                    self.path,
+                    step,
+                    error.strerror,
+                )
+            self._failing = True
+        else:
+            self._failing = False
 
     def log_sample(self, prompt: str, text: str, step: int) -> None:
         """Nothing: this file holds numbers; samples have a file of their own."""

@@ -44,6 +44,7 @@ def validate_config(config: JobConfig, world_size: int, device_type: str) -> lis
     data_parallel = check_ranks(config, world_size)
     _check_batch(config, data_parallel)
     _check_optimizer(config)
+    _check_dobb(config, world_size)
     warnings += _check_schedule(config)
     _check_forge(config, world_size)
     _check_sync(config)
@@ -138,6 +139,27 @@ def _check_optimizer(config: JobConfig) -> None:
             re.compile(group.pattern)
         except re.error as error:
             raise ConfigError(f"{path}: is not a regular expression: {error}") from None
+
+
+def _check_dobb(config: JobConfig, world_size: int) -> None:
+    """What Dobb does not work with yet."""
+    if rule_name(config.optimizer.name) != "dobb":
+        return
+    replicas = config.parallelism.data_parallel_replicate_degree
+    if config.parallelism.data_parallel_shard_degree not in (-1, 1) or world_size > replicas:
+        raise refusal(
+            config,
+            "optimizer.name",
+            f"Dobb takes whole weights as yet, and {world_size} ranks were started: set"
+            f" parallelism.data_parallel_replicate_degree = {world_size} and data_parallel_shard_degree = 1",
+        )
+    if config.optimizer.dobb.side == "G" and config.compile.enable and "model" in config.compile.components:
+        raise refusal(
+            config,
+            "optimizer.dobb.side",
+            "output gradients are captured by hooks that compiled blocks do not have: set compile.enable ="
+            ' false, or take "A"',
+        )
 
 
 def _check_schedule(config: JobConfig) -> list[str]:

@@ -21,6 +21,7 @@ from tests.forge.toy import (
     train,
     weights,
 )
+from titanforge.forge import head
 from titanforge.optim.registry import RULES
 
 # The head sums its logits' gradient in another order than the ordinary loss: the last bits of fp32 differ,
@@ -155,3 +156,31 @@ def test_a_detached_model_is_an_ordinary_one_again() -> None:
         torch.equal(ours.grad, theirs.grad)  # pyright: ignore[reportArgumentType]
         for ours, theirs in zip(model.parameters(), plain.parameters())
     )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("adamw", {}),
+        ("adamw", {"state_dtype": "int8"}),
+        ("adamw", {"state_dtype": "fp8"}),
+        ("sgd", {}),
+        ("lamb", {}),
+        ("adafactor", {}),
+    ],
+    ids=str,
+)
+def test_head_in_chunks_of_rows(
+    name: str, recipe: dict[str, Any], micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 rows of vocabulary in chunks of 256 and 44, against one chunk."""
+    options = options_of(name, **recipe)
+    whole, chunked = llama(), llama()
+    steps = {"micro_batches": micro_batches, "tokens": 32}
+    first, second = fuse(whole, options, **steps), fuse(chunked, options, **steps)
+    losses = train(whole, first, 0, 4, micro_batches=micro_batches)
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 1)
+    assert list(head._chunks(32, 300)) == [(0, 256), (256, 44)]
+    assert train(chunked, second, 0, 4, micro_batches=micro_batches) == pytest.approx(losses, abs=1e-5)
+    assert largest_difference(weights(whole), weights(chunked)) < (2e-5 if not recipe else 2e-3)

@@ -90,7 +90,7 @@ def test_bucket_size_and_group_values():
 # --- parallel layout and batch ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "expert"])
+@pytest.mark.parametrize("axis", ["pipeline", "expert"])
 def test_axes_that_do_not_exist_yet_are_refused_by_name(axis):
     message = refusal_of(f"--parallelism.{axis}_parallel_degree=2", world_size=2)
     assert message.startswith(
@@ -112,6 +112,23 @@ def test_degrees_must_make_the_number_of_ranks():
     assert validate("--parallelism.data_parallel_replicate_degree=2", world_size=4) == []
     both = ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2")
     assert validate(*both, world_size=4) == []
+
+
+def test_split_sequences_must_divide_and_what_is_not_shown_with_them_is_refused():
+    tensor = ("--parallelism.tensor_parallel_degree=4", "--training.seq_len=128")
+    assert validate(*tensor, world_size=8) == []
+    assert "does not divide the number of ranks, 6" in refusal_of(*tensor, world_size=6)
+    message = refusal_of(*tensor, "--parallelism.data_parallel_shard_degree=3", world_size=8)
+    assert (
+        "times tensor_parallel_degree = 4 makes 12 ranks, but 8 were started: set it to -1 (here 2)"
+        in message
+    )
+    message = refusal_of(*tensor, "--training.seq_len=126", world_size=8)
+    assert message.startswith("training.seq_len = 126: must be a multiple of 4")
+    assert message.endswith("use 128")
+    assert "validation.seq_len = 9" in refusal_of(*tensor, "--validation.seq_len=9", world_size=8)
+    for argument in ("compile.enable=true", "training.enable_cpu_offload=true", "sync.policy=rmmc"):
+        assert refusal_of(*tensor, f"--{argument}", world_size=8).startswith(argument.split("=")[0])
 
 
 def test_global_batch_must_divide():

@@ -1,0 +1,83 @@
+"""Which collectives a step issues, by kind: a fallback to gathering something whole would show here."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.distributed_harness import run_distributed
+from tests.parallelisms.test_tensor_parallel import batch, build, fill
+from titanforge.parallelisms import (
+    apply_context_parallel,
+    apply_tensor_parallel,
+    complete_gradients,
+)
+
+LAYERS = 2
+
+
+def _counted(model) -> dict[str, int]:
+    with CommDebugMode() as communication:
+        model(*batch()).backward()
+    counts: dict[str, int] = {}
+    for operator, count in communication.get_comm_counts().items():
+        name = str(operator).rpartition(".")[2]
+        counts[name] = counts.get(name, 0) + count
+    return counts
+
+
+def _tensor_counts(rank: int, world_size: int, kind: str) -> dict[str, int]:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    model = build(kind)
+    apply_tensor_parallel(model, mesh)
+    fill(model)
+    complete_gradients(model)
+    return _counted(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicated", "exchanged"),
+    [("llama3", 2 * LAYERS + 1, 0), ("qwen3", 4 * LAYERS + 1, 0), ("gpt2", 4 * LAYERS + 3, 4 * LAYERS)],
+)
+def test_collectives_of_tensor_parallelism(kind, replicated, exchanged):
+    """Two gathers and two scatters a block and direction, one of each at either end.
+
+    replicated: weights of norms and positions, whose gradients are summed (biases see all tokens anyway);
+    beside them the loss takes one maximum and one sum. exchanged: rows of GPT-2's fused weights and biases.
+    """
+    for counts in run_distributed(_tensor_counts, 2, kind):
+        assert counts.pop("all_gather_into_tensor") == 4 * LAYERS + 2
+        assert counts.pop("reduce_scatter_tensor") == 4 * LAYERS + 2
+        assert sum(counts.pop(name, 0) for name in ("allreduce_", "all_reduce")) == 2 + replicated
+        assert counts.pop("alltoall_base_", 0) == exchanged
+        assert not counts
+
+
+def _context_counts(rank: int, world_size: int, method: str) -> tuple[dict[str, int], int]:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    model = build("llama3")
+    apply_context_parallel(model, mesh, method)
+    fill(model)
+    sent = []
+
+    def spy(operations):
+        sent.append([operation.tensor.numel() for operation in operations])
+        return original(operations)
+
+    original, dist.batch_isend_irecv = dist.batch_isend_irecv, spy
+    share = 4 * 16 // world_size * 2 * 8 * 2  # tokens x key/value heads x E x (k, v)
+    counts = _counted(model)
+    assert all(sizes == [share, share] for sizes in sent), "one rank's keys and values at a time"
+    return counts, len(sent)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_collectives_of_context_parallelism(method):
+    """Ulysses: two all-to-alls a block and direction. Ring: keys and values pass ranks - 1 times each way,
+    their gradients once more, home. The gradients of weights are left to FSDP, which is absent here."""
+    ranks = 4
+    for counts, sent in run_distributed(_context_counts, ranks, method):
+        assert counts == ({} if method == "ring" else {"alltoall_base_": 4 * LAYERS})
+        assert sent == (LAYERS * (2 * (ranks - 1) + ranks) if method == "ring" else 0)

@@ -17,7 +17,8 @@ from titanforge.sync import EveryStep, Rmmc, Scheduled, StatesEveryStep
 from titanforge.sync.rmmc import relative_change
 
 INF = math.inf
-RULES = ("sgd", "muon", "adamw")
+RULES = ("sgd", "muon", "dion", "dobb", "adamw")
+SHARDED_RULES = ("sgd", "muon", "adamw")
 
 
 def _groups(run: Run) -> Any:
@@ -31,8 +32,7 @@ def _train(run: Run, steps: int) -> dict[str, torch.Tensor]:
 
 
 def always_sync(rank: int, world_size: int, shards: int, uneven: bool) -> None:
-    rules = [rule for rule in RULES if shards == 1 or rule != "muon"]  # it takes whole matrices
-    for rule in rules:
+    for rule in RULES if shards == 1 else SHARDED_RULES:
         reference = Run(StatesEveryStep(), rule, shards, uneven)
         wanted = _train(reference, 4)
         for policy in (Scheduled(1), Rmmc(-1.0), Rmmc(INF, warmup_steps=4)):
@@ -64,7 +64,7 @@ def mean_of_states(rank: int, world_size: int) -> None:
 
 
 def local_phases(rank: int, world_size: int, shards: int) -> None:
-    for rule in ("sgd", "adamw") if shards > 1 else RULES:
+    for rule in RULES if shards == 1 else SHARDED_RULES:
         for kind in ("gradient", "momentum", "orthonormal"):
             run = Run(Scheduled(3, local=local(kind, 1e-3)), rule, shards)
             reasons = []
@@ -280,6 +280,7 @@ CHECKS = {
     "ledger bytes are the arithmetic": (2, bytes_on_the_wire, ()),
     "resume from a save amid local steps, Muon": (2, resumed, ("muon",)),
     "resume from a save amid local steps, SGD": (2, resumed, ("sgd",)),
+    "resume from a save amid local steps, Dion": (2, resumed, ("dion",)),
     "a step that is not applied changes nothing": (2, skipped, ()),
     "weights may stay apart until a checkpoint": (2, without_averaged_weights, ()),
 }
@@ -325,6 +326,6 @@ def one_gone(rank: int, world_size: int) -> str:
 
 
 def test_a_lost_replica_is_told_within_the_timeout():
-    message, _ = run_distributed(one_gone, 2, timeout=30)
+    message, _ = run_distributed(one_gone, 2, timeout=90)
     assert "gone or slower than comm.train_timeout_seconds" in message
     assert "parallelism.data_parallel_replicate_degree" in message

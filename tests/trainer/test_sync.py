@@ -48,8 +48,8 @@ def test_rmmc_saves_evaluates_resumes_and_goes_on_with_fewer_replicas(tmp_path):
         (1, "warm-up"), (3, "evaluation"), (4, "checkpoint"), (6, "evaluation"), (8, "evaluation"),
     ]  # fmt: skip
     assert column(parts, "loss")[:4] == column(whole, "loss")[:4]
-    last = lines(whole)[-1]
-    assert last["sync"] == "evaluation" and last["sync/drift"] > 0 and last["sync/local_steps"] == 2
+    last = [line for line in lines(whole) if "sync" in line][-1]
+    assert last["sync/drift"] > 0 and last["sync/local_steps"] == 2
     line = next(line for line in lines(whole) if "loss" in line and line["step"] == 8)
     assert line["sync/rate"] == 4 / 8 and line["sync/local_steps"] == 2 and line["sync/rmmc_max"] > 0
     assert sum(name.startswith("sync/rmmc/layers.") for name in line) == 3

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from titanforge.checkpoint import CheckpointError, CheckpointManager
-from titanforge.config import JobConfig, to_flat_dict, to_toml
+from titanforge.config import ConfigError, JobConfig, to_flat_dict, to_toml
 from titanforge.data import IGNORED, Batch, SourceSpec, build_tokenizer, build_train_loader, merge_states
 from titanforge.evaluation import Validator
 from titanforge.forge import ForgeOptimizer, Steps, build_forge_optimizer
@@ -38,6 +38,7 @@ from titanforge.models.registry import build_model
 from titanforge.optim import build_optimizer, lr_factor
 from titanforge.parallelisms import clip_factor, init_distributed, set_determinism, set_is_last_micro_batch
 from titanforge.report import announce, summarize
+from titanforge.run_folder import FolderLock
 from titanforge.sync import CommLedger, build_sync_policy
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Trainer:
         self.runtime = self._owned(init_distributed(config.comm, device_type, str(self.dump_folder)))
         self.device = self.runtime.device
         self.is_main = self.runtime.rank == 0
+        self._hold_folder()
         self.dims = build_dims(config, self.runtime.world_size)
         self.dims.build_mesh(device_type)
         self.dp_rank, self.dp_world = self.dims.data_rank_and_size()
@@ -131,6 +133,18 @@ class Trainer:
         self.garbage_collector = self._owned(GarbageCollector(config.training.gc_freq))
 
     # ---------------------------------------------------------------- building
+
+    def _hold_folder(self) -> None:
+        """Keep other runs out of the dump folder; every rank fails if the first one cannot have it."""
+        refusal = None
+        if self.is_main:
+            try:
+                self._owned(FolderLock(self.dump_folder))
+            except (ValueError, OSError) as error:
+                refusal = str(error)
+        refusal = self.runtime.all_gather_object(refusal)[0]
+        if refusal is not None:
+            raise ConfigError(refusal if "job.dump_folder" in refusal else f"job.dump_folder: {refusal}")
 
     def _build_loader(self):
         training, data, loader = self.config.training, self.config.data, self.config.training.dataloader

@@ -114,6 +114,13 @@ def test_purge_keeps_the_newest_whole_ones_and_touches_nothing_else(tmp_path):
     assert layout.purge(tmp_path, 0) == []
 
 
+def test_purge_does_not_let_steps_left_behind_push_out_the_new_ones(tmp_path):
+    for step in (1, 2, 3, 8, 9):
+        _checkpoint(tmp_path / f"step-{step}")
+    assert layout.purge(tmp_path, 2, saved=3) == [1]
+    assert layout.list_steps(tmp_path) == [2, 3, 8, 9]
+
+
 def test_a_failed_deletion_warns_and_the_next_goes_on(tmp_path, monkeypatch, caplog):
     for step in (1, 2, 3):
         _checkpoint(tmp_path / f"step-{step}")

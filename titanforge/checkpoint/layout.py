@@ -224,10 +224,13 @@ def tidy(folder: Path) -> list[str]:
     return done
 
 
-def purge(folder: Path, keep: int) -> list[int]:
+def purge(folder: Path, keep: int, saved: int | None = None) -> list[int]:
     """Delete all but the ``keep`` newest complete checkpoints; returns the deleted steps.
 
-    Incomplete and foreign folders neither count nor are touched, so the last good one always stays.
+    Incomplete and foreign folders neither count nor are touched, so the last good one always stays. Nor do
+    steps after the one just ``saved``: a run that went back (`checkpoint.load_step`) left them behind; they
+    must not push out its own.
     """
     complete = [step for step in list_steps(folder) if why_incomplete(step_folder(folder, step)) is None]
+    complete = [step for step in complete if saved is None or step <= saved]
     return [step for step in complete[:-keep] if remove(step_folder(folder, step))] if keep > 0 else []

@@ -164,14 +164,14 @@ class CheckpointManager:
             except CheckpointException as error:
                 raise self._save_error(step, error) from error
             self._saved_step = step
-            self._purge()
+            self._purge(step)
             return True
         future = dcp.async_save(
             tensors, storage_writer=writer, process_group=self._group, async_stager=self._stager
         )
         assert isinstance(future, Future), "the stager copies before it returns"
         # On the writing thread: deleting old checkpoints must not hold up training either.
-        future.add_done_callback(lambda done: None if done.exception() else self._purge())
+        future.add_done_callback(lambda done: None if done.exception() else self._purge(step))
         self._pending = (step, future)
         return True
 
@@ -206,11 +206,11 @@ class CheckpointManager:
             f"saving step {step} to {self.folder} failed ({explain(error)}). Older checkpoints are intact."
         )
 
-    def _purge(self) -> None:
+    def _purge(self, saved: int) -> None:
         if self._runtime.rank != 0 or self.settings.keep_latest_k == 0:
             return
         try:
-            layout.purge(self.folder, self.settings.keep_latest_k)
+            layout.purge(self.folder, self.settings.keep_latest_k, saved)
         except OSError as error:
             logger.warning("could not purge %s (%s); training goes on", self.folder, error)
 
@@ -315,6 +315,15 @@ class CheckpointManager:
             return self._load_initial(Path(initial), live, parts)
         loaded = loading.read_checkpoint(source, live, parts, self._runtime.rank, self._group)
         self.loaded_from = source
+        if self._writes and settings.load_step >= 0 and self._runtime.rank == 0:
+            later = [step for step in layout.list_steps(self.folder) if step > settings.load_step]
+            if later:
+                logger.warning(
+                    "%s also holds later steps (%s): with checkpoint.load_step = -1 a run would go on from "
+                    "those. Move them away if this run is to take their place.",
+                    self.folder,
+                    ", ".join(map(str, later)),
+                )
         return loaded
 
     def _load_initial(self, path: Path, live: State, parts: set[str] | None) -> State:

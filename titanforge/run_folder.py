@@ -1,0 +1,37 @@
+"""One run at a time in a dump folder: two would delete each other's saves and cut each other's metrics."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class FolderLock:
+    """Holds ``folder`` until ``close`` or the process's end, however it ends; leaves no file behind.
+
+    Where a file system has no locks the folder is not guarded. The folder is made if it is not there.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ValueError(
+                f"job.dump_folder = {str(folder)!r}: another run is writing to it. Wait for that one to end, "
+                "or choose another folder."
+            ) from None
+        except OSError:
+            pass  # no locks on this file system
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

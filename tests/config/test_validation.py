@@ -352,6 +352,13 @@ def test_compile_components():
     assert "nothing to compile" in refusal_of("--compile.enable", "--compile.components=")
 
 
+@pytest.mark.parametrize(
+    "key", ["training.steps", "training.gc_freq", "data.num_streams", "comm.init_timeout_seconds"]
+)
+def test_numbers_beyond_any_use_are_named(key):
+    assert refusal_of(f"--{key}={10**30}").startswith(f"{key} = ")
+
+
 def test_folders_that_cannot_be_written_are_named_before_the_run(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")

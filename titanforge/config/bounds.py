@@ -48,7 +48,7 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "training.gc_freq": (1, None),
     "training.dataloader.num_workers": (0, None),
     "training.dataloader.prefetch_factor": (1, None),
-    "data.num_streams": (1, None),
+    "data.num_streams": (1, 2**20),
     "data.shuffle_window": (1, None),
     "data.validation_fraction": (0, 1),
     "parallelism.data_parallel_replicate_degree": (1, None),
@@ -68,8 +68,8 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "validation.freq": (1, None),
     "validation.sample_tokens": (1, None),
     "validation.sample_temperature": (0, None),
-    "comm.init_timeout_seconds": (1, None),
-    "comm.train_timeout_seconds": (1, None),
+    "comm.init_timeout_seconds": (1, 10**9),
+    "comm.train_timeout_seconds": (1, 10**9),
     "comm.trace_buf_size": (0, None),
     "debug.seed": (0, 2**63),
 }
@@ -85,6 +85,10 @@ SHARES = ("optimizer.dion.rank_fraction", "lr_scheduler.decay_ratio", "lr_schedu
 
 def check_bounds(config: JobConfig) -> None:
     """Raise ConfigError at the first number that is out of its range."""
+    for path in schema.all_keys():
+        value = schema.get_value(config, path)
+        if (path not in BOUNDS or BOUNDS[path][1] is None) and isinstance(value, int) and abs(value) >= 2**63:
+            raise refusal(config, path, "is more than 64 bits hold")
     for path, (low, high) in BOUNDS.items():
         value = schema.get_value(config, path)
         if value is None or (value >= low and (high is None or value < high)):

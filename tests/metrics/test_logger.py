@@ -14,6 +14,7 @@ from titanforge.config.sections import JobConfig
 from titanforge.metrics import MetricsLogger, read_metrics
 from titanforge.metrics.eta import EtaEstimator
 from titanforge.metrics.logger import read_scalars
+from titanforge.metrics.sinks.jsonl import JsonlSink
 
 
 @dataclasses.dataclass
@@ -217,3 +218,22 @@ def test_sinks_by_rank(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["loss"] == 0.0
     assert read_metrics(tmp_path / "metrics_rank1.jsonl")[0]["loss"] == 1.0
     assert list((tmp_path / "tb_rank1").glob("events*"))
+
+
+def test_sync_events_go_to_the_file_alone_ahead_of_the_next_line(tmp_path: Path) -> None:
+    config, recorder = config_for(tmp_path), Recorder()
+    file = JsonlSink(tmp_path / "metrics.jsonl")
+    logger = MetricsLogger(config, {}, Place(), Model(), None, sinks=[recorder, file])
+    for step in (1, 2, 3, 4, 5):
+        logger.begin_step()
+        if step in (2, 4):
+            logger.sync_events(step, [{"sync": "rmmc", "sync/drift": torch.tensor(0.5)}])
+        logger.end_step(step, tokens_seen=step, **LINE)
+    logger.sync_events(5, [{"sync": "checkpoint", "sync/drift": 0.0}])
+    logger.close()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r.get("sync")) for r in records] == [
+        (1, None), (2, "rmmc"), (4, "rmmc"), (5, None), (5, "checkpoint"),
+    ]  # fmt: skip
+    assert records[1]["sync/drift"] == 0.5
+    assert [line["step"] for line in recorder.lines] == [1, 5]

@@ -50,6 +50,14 @@ def test_summary_is_drawn(tmp_path: Path) -> None:
     assert (0x00, 0x72, 0xB2) in pixels(output)  # the curve's own colour
 
 
+def test_syncs_are_marked(tmp_path: Path) -> None:
+    records = make_run(30, 0.05)
+    plain = plot_runs({"run": records}, tmp_path / "plain.png")
+    syncs = [{"step": step, "sync": "rmmc", "sync/drift": 0.1} for step in (3, 17)]
+    marked = plot_runs({"run": records + syncs}, tmp_path / "marked.png")
+    assert plain.read_bytes() != marked.read_bytes()
+
+
 def test_failure_to_draw_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert write_run_summary(tmp_path / "nothing") is None

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed_harness import run_distributed
-from titanforge.sync import CommLedger, EveryStep, build_sync_policy
+from titanforge.config.sections import Sync
+from titanforge.sync import CommLedger, EveryStep, Rmmc, Scheduled, StatesEveryStep, build_sync_policy
 
 
 def test_totals() -> None:
@@ -36,11 +37,18 @@ def test_one_rank_says_nothing() -> None:
 
 
 def test_policies_by_name() -> None:
-    assert isinstance(build_sync_policy("every_step", 1.0), EveryStep)
+    assert isinstance(build_sync_policy(Sync()), EveryStep)
+    assert isinstance(build_sync_policy(Sync(reduce="states")), StatesEveryStep)
+    scheduled = build_sync_policy(Sync(policy="scheduled", interval=7))
+    assert isinstance(scheduled, Scheduled) and scheduled.interval == 7
+    rmmc = build_sync_policy(Sync(policy="rmmc", threshold=0.7))
+    assert isinstance(rmmc, Rmmc) and rmmc.threshold == 0.7
+    unknown = Sync()
+    unknown.policy = "sometimes"  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match=r"sync\.policy = 'sometimes'.*valid: every_step"):
-        build_sync_policy("sometimes", 1.0)
+        build_sync_policy(unknown)
     with pytest.raises(ValueError, match=r"sync\.bucket_mib must be positive"):
-        build_sync_policy("every_step", 0.0)
+        build_sync_policy(Sync(bucket_mib=0.0))
 
 
 def collectives(rank: int, world_size: int) -> dict[str, int]:
@@ -62,6 +70,9 @@ def collectives(rank: int, world_size: int) -> dict[str, int]:
     piece = torch.zeros(2)
     ledger.reduce_scatter(piece, torch.arange(4.0), group, axis="loss", purpose="scatter")
     assert piece.tolist() == [0.0 + 4 * rank, 2.0 + 4 * rank]
+    waited = ledger.timings()
+    assert "comm/loss/max_seconds" not in waited, "nobody waited for it inside the ledger"
+    assert waited["comm/loss/sum_seconds"] > 0 and ledger.total("loss").seconds < 60
     return ledger.metrics()
 
 

@@ -199,7 +199,7 @@ class MetricsLogger:
             "data_loading_share": self._data_seconds / seconds,
             "step_seconds": seconds / max(1, steps),
             **(self.memory.read() if self.memory is not None else {}),
-            **(ledger.metrics() if ledger is not None else {}),
+            **(ledger.metrics() | ledger.timings() if ledger is not None else {}),
             "tokens_seen": tokens_seen,
             "eta_seconds": self._eta.update(step, steps, wall),
             "time": time.time(),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +15,12 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 @dataclass
 class LedgerEntry:
-    """Payload bytes handed to collectives by this rank, and the number of collectives."""
+    """Payload bytes handed to collectives by this rank, the number of collectives, and the seconds that the
+    host spent in them: of CPU tensors reduced in place (on a GPU the host only launches: 0)."""
 
     bytes: int = 0
     count: int = 0
+    seconds: float = 0.0
 
 
 class CommLedger:
@@ -49,6 +53,7 @@ class CommLedger:
             if axis in (None, entry_axis) and purpose in (None, entry_purpose):
                 total.bytes += entry.bytes
                 total.count += entry.count
+                total.seconds += entry.seconds
         return total
 
     def metrics(self) -> dict[str, int]:
@@ -58,6 +63,21 @@ class CommLedger:
             flat[f"comm/{axis}/{purpose}_bytes"] = entry.bytes
             flat[f"comm/{axis}/{purpose}_count"] = entry.count
         return flat
+
+    def timings(self) -> dict[str, float]:
+        """Seconds so far, for the loggers: `comm/<axis>/<purpose>_seconds`, where the host waited."""
+        return {
+            f"comm/{axis}/{purpose}_seconds": entry.seconds
+            for (axis, purpose), entry in sorted(self._entries.items())
+            if entry.seconds
+        }
+
+    @contextlib.contextmanager
+    def _timed(self, tensor: Tensor, axis: str, purpose: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        if tensor.device.type == "cpu":
+            self._entries[axis, purpose].seconds += time.perf_counter() - begin
 
     def state_dict(self) -> dict[str, list[int]]:
         """Totals as plain numbers, so that a resumed run counts on."""
@@ -86,21 +106,26 @@ class CommLedger:
         """
         if not self._note(tensor, group, axis, purpose):
             return None
-        return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+        if async_op:
+            return dist.all_reduce(tensor, op=op, group=group, async_op=True)
+        with self._timed(tensor, axis, purpose):
+            return dist.all_reduce(tensor, op=op, group=group)
 
     def broadcast(
         self, tensor: Tensor, group: ProcessGroup | None, *, group_src: int = 0, axis: str, purpose: str
     ) -> None:
         """Overwrite with the tensor of the group's rank `group_src`."""
         if self._note(tensor, group, axis, purpose):
-            dist.broadcast(tensor, group=group, group_src=group_src)
+            with self._timed(tensor, axis, purpose):
+                dist.broadcast(tensor, group=group, group_src=group_src)
 
     def all_gather(
         self, output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, axis: str, purpose: str
     ) -> None:
         """Concatenate the ranks' tensors along dim 0 into `output`."""
         if self._note(output, group, axis, purpose):
-            dist.all_gather_into_tensor(output, tensor, group=group)
+            with self._timed(tensor, axis, purpose):
+                dist.all_gather_into_tensor(output, tensor, group=group)
         else:
             output.copy_(tensor)
 
@@ -109,7 +134,8 @@ class CommLedger:
     ) -> None:
         """Sum over the group, of which each rank keeps its slice along dim 0."""
         if self._note(tensor, group, axis, purpose):
-            dist.reduce_scatter_tensor(output, tensor, group=group)
+            with self._timed(tensor, axis, purpose):
+                dist.reduce_scatter_tensor(output, tensor, group=group)
         else:
             output.copy_(tensor)
 

@@ -27,6 +27,7 @@ from titanforge.parallelisms.tensor_parallel import (
     apply_tensor_parallel,
     check_tensor_parallel,
     complete_gradients,
+    tensor_rank_weights,
 )
 
 __all__ = [
@@ -51,4 +52,5 @@ __all__ = [
     "sequence_pieces",
     "set_determinism",
     "set_is_last_micro_batch",
+    "tensor_rank_weights",
 ]

@@ -92,6 +92,22 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         head.vocabulary = VocabularySplit(mesh, head.out_features)
 
 
+def tensor_rank_weights(model: nn.Module, degree: int) -> int:
+    """Weights that the fullest of ``degree`` ranks will hold; ``model`` is whole (on meta)."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        module, _, kind = name.rpartition(".")
+        inside = module.removeprefix("layers.").partition(".")[2] if module.startswith("layers.") else module
+        rows = ("tok_embeddings", "output", *_COLUMN_LINEARS)
+        if inside in rows:
+            total += -(-parameter.shape[0] // degree) * parameter[0].numel()
+        elif inside in _ROW_LINEARS and kind == "weight":
+            total += -(-parameter.shape[1] // degree) * parameter.shape[0]
+        else:
+            total += parameter.numel()
+    return total
+
+
 def complete_gradients(model: nn.Module) -> None:
     """Have gradients of weights that every rank holds summed over ranks as they arrive.
 
@@ -224,3 +240,6 @@ _BLOCK: dict[str, Callable[[], ParallelStyle]] = {
     "feed_forward.w3": ColwiseParallel,
     "feed_forward.w2": _scatter_output,
 }
+
+_COLUMN_LINEARS = tuple(name for name, style in _BLOCK.items() if style in (ColwiseParallel, FusedColumns))
+_ROW_LINEARS = tuple(name for name, style in _BLOCK.items() if style is _scatter_output)

@@ -9,11 +9,12 @@ from titanforge.config import JobConfig
 from titanforge.data import build_tokenizer
 from titanforge.forge import plan_report, preview
 from titanforge.forge.head import CHUNK_LOGITS as FUSED_CHUNK_LOGITS
-from titanforge.layout import DTYPES, build_dims, check_model
+from titanforge.layout import DTYPES, axis_lines, build_dims, check_model
 from titanforge.metrics import activation_bytes, estimate_memory
 from titanforge.metrics.memory import GIB
 from titanforge.models.layers.loss import CHUNK_LOGITS
 from titanforge.optim import build_groups, state_bytes
+from titanforge.parallelisms import tensor_rank_weights
 from titanforge.trainer import build_meta_model, forge_steps, probe_forward
 
 
@@ -42,6 +43,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         f"flops       {model.flops_per_token(training.seq_len) / 1e9:.3f} GFLOP per token at "
         f"{training.seq_len} tokens",
         f"ranks       {dims.describe()}",
+        *(f"  {line}" for line in axis_lines(config, dims, args)),
         f"batch       {sequences} sequences x {training.seq_len} tokens = {sequences * training.seq_len:,} "
         f"tokens a step, in {sequences // (training.local_batch_size * data_parallel)} micro-batches of "
         f"{training.local_batch_size} a rank",
@@ -68,26 +70,30 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     compute_bytes = (
         DTYPES[training.mixed_precision_param].itemsize if training.dtype == "float32" else weight_bytes
     )
+    tokens, tp = training.local_batch_size * training.seq_len // dims.cp, dims.tp
+    # What a block gathers for its matrix products is kept whole where nothing is recomputed.
+    gathered = 2 * args.n_layers if config.activation_checkpoint.mode == "none" else 2
     estimate = estimate_memory(
-        num_params=groups,
+        num_params={"of a tensor rank": tensor_rank_weights(model, tp)},
         weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
         state_bytes_per_param=state_bytes(optimizer_groups, config.optimizer) / total,
         activations=activation_bytes(
             batch=training.local_batch_size,
-            seq_len=training.seq_len,
-            dim=args.dim,
+            seq_len=training.seq_len // dims.cp,
+            dim=args.dim // tp,
             n_layers=args.n_layers,
-            hidden_dim=args.ffn_dim,
-            kv_dim=args.n_kv_heads * args.head_dim,
-            vocab_size=args.vocab_size,
+            hidden_dim=args.ffn_dim // tp,
+            kv_dim=args.n_kv_heads * args.head_dim // tp,
+            vocab_size=-(-args.vocab_size // tp),
             compute_bytes=compute_bytes,
             mode=config.activation_checkpoint.mode,
             selective_option=config.activation_checkpoint.selective_ac_option,
-            loss_chunk_tokens=max(1, chunk_logits // args.vocab_size),
-        ),
-        dp_shard=dims.dp_shard,
-        layer_params=largest_unit(model),
+            loss_chunk_tokens=max(1, chunk_logits * tp // args.vocab_size),
+        )
+        + (gathered * args.dim * tokens * compute_bytes * (tp - 1) // tp),
+        dp_shard=dims.degree("dp_shard_cp"),
+        layer_params=largest_unit(model) // tp,
         compute_bytes=compute_bytes,
     )
     lines += ["memory per rank, estimated", *(f"  {line}" for line in estimate.lines())]

@@ -89,6 +89,32 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
     )
 
 
+def axis_lines(config: JobConfig, dims: ParallelDims, args: Any) -> list[str]:
+    """For each axis of more than one rank, a line saying what its ranks share."""
+    parallelism, T = config.parallelism, config.training.seq_len
+    lines = []
+    if dims.dp_replicate > 1:
+        lines.append(f"dp_replicate {dims.dp_replicate}: whole replicas, each with its own sequences")
+    if dims.degree("dp_shard_cp") > 1:
+        over = "dp_shard x cp" if dims.cp > 1 else "dp_shard"
+        lines.append(
+            f"{over} {dims.degree('dp_shard_cp')}: 1/{dims.degree('dp_shard_cp')} of each weight, gradient"
+            " and optimizer state a rank" + (", each with its own sequences" if dims.dp_shard > 1 else "")
+        )
+    if dims.cp > 1:
+        lines.append(
+            f"cp {dims.cp}: {T // dims.cp} of the {T} tokens of a sequence a rank,"
+            f" attention by {parallelism.context_parallel_method}"
+        )
+    if dims.tp > 1:
+        lines.append(
+            f"tp {dims.tp}: {args.n_heads // dims.tp} query and {args.n_kv_heads // dims.tp} key/value heads,"
+            f" {args.ffn_dim // dims.tp} feed-forward columns, {-(-args.vocab_size // dims.tp)} rows of the"
+            f" vocabulary a rank; {T // dims.cp // dims.tp} tokens of a sequence between blocks"
+        )
+    return lines
+
+
 def parallelize(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
     """Split a model that is on meta, inside out, and give it memory: tensor, context, …, shards."""
     training, checkpointing = config.training, config.activation_checkpoint

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanforge.forge import ForgeOptimizer
+from titanforge.layout import axis_lines
+from titanforge.metrics.memory import GIB, local_bytes
 from titanforge.metrics.plot import write_run_summary
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ def announce(trainer: Trainer) -> None:
     config, training = trainer.config, trainer.config.training
     groups = trainer.model.num_parameters()
     sequences = trainer.micro_batches * training.local_batch_size * trainer.dp_world
+    held = local_bytes(trainer.model.parameters(), trainer.device.type)
     lines = [
         config.job.description,
         f"  model      {config.model.name} {config.model.flavor}: {sum(groups.values()):,} parameters ("
@@ -24,6 +27,8 @@ def announce(trainer: Trainer) -> None:
         + ")",
         f"  tokenizer  {trainer.tokenizer.name}, {trainer.tokenizer.vocab_size:,} tokens",
         f"  ranks      {trainer.dims.describe()} on {trainer.device.type}",
+        *(f"             {line}" for line in axis_lines(config, trainer.dims, trainer.model_args)),
+        f"             {held / GIB:.3f} GiB of weights on this one",
         f"  step       {sequences} sequences x {training.seq_len} tokens in {trainer.micro_batches} "
         f"micro-batch{'es' * (trainer.micro_batches > 1)} of {training.local_batch_size} a rank",
     ]

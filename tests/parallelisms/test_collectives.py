@@ -13,6 +13,7 @@ from titanforge.parallelisms import (
     apply_context_parallel,
     apply_tensor_parallel,
     complete_gradients,
+    tensor_rank_weights,
 )
 
 LAYERS = 2
@@ -34,6 +35,9 @@ def _tensor_counts(rank: int, world_size: int, kind: str) -> dict[str, int]:
     apply_tensor_parallel(model, mesh)
     fill(model)
     complete_gradients(model)
+    if rank == 0:
+        held = sum(parameter.to_local().numel() for parameter in model.parameters())
+        assert held == tensor_rank_weights(build(kind), world_size)
     return _counted(model)
 
 

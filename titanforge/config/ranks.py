@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from titanforge.config import schema
+from titanforge.config.rules import rule_name
 from titanforge.config.schema import refusal, show
 from titanforge.config.sections import JobConfig
+
+COORDINATE_RULES = frozenset(
+    {"adagrad", "adam", "adamax", "adamw", "lion", "nadam", "radam", "rmsprop", "sgd"}
+)
+"""Rules that read one coordinate at a time, so that any share of a weight can be updated by itself."""
 
 
 def check_ranks(config: JobConfig, world_size: int) -> int:
@@ -67,6 +73,13 @@ def _check_split_sequences(config: JobConfig) -> None:
                 f" {tensor} and context_parallel_degree = {context} share each sequence: use"
                 f" {-(-length // pieces) * pieces}",
             )
+    if rule_name(config.optimizer.name) not in COORDINATE_RULES:
+        raise refusal(
+            config,
+            "optimizer.name",
+            "reads whole layers, which parallelism.tensor_parallel_degree or context_parallel_degree above 1"
+            f" splits: use one of {', '.join(sorted(COORDINATE_RULES))}",
+        )
     for path, wanted in (
         ("compile.enable", False),
         ("training.enable_cpu_offload", False),

@@ -24,7 +24,6 @@ _QUANTIZE = (
 )
 _PIPELINE = "pipeline stages are not available; leave parallelism.pipeline_parallel_degree = 1"
 _EXPERTS = "expert parallelism is not available; leave parallelism.expert_parallel_degree = 1"
-_TENSOR = "tensor parallelism is not available; leave parallelism.tensor_parallel_degree = 1"
 _FAULT_TOLERANCE = (
     "nothing restarts replicas one by one; use checkpoint.interval and `torchrun --max-restarts`"
 )
@@ -51,8 +50,13 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
         "use forge.enable, which updates weights inside backward", (False,)
     ),
     "training.gc_debug": ForeignKey("use training.gc_freq and profiling.enable_memory_snapshot", (False,)),
-    "parallelism.disable_loss_parallel": ForeignKey(_TENSOR),
-    "parallelism.enable_async_tensor_parallel": ForeignKey(_TENSOR, (False,)),
+    "parallelism.disable_loss_parallel": ForeignKey(
+        "with parallelism.tensor_parallel_degree above 1 head and loss are always split over the vocabulary",
+        (False,),
+    ),
+    "parallelism.enable_async_tensor_parallel": ForeignKey(
+        "collectives of parallelism.tensor_parallel_degree are not overlapped with matrix products", (False,)
+    ),
     "parallelism.module_fqns_per_model_part": ForeignKey(_PIPELINE),
     "parallelism.pipeline_parallel_first_stage_less_layers": ForeignKey(_PIPELINE),
     "parallelism.pipeline_parallel_last_stage_less_layers": ForeignKey(_PIPELINE),
@@ -62,7 +66,7 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     "parallelism.pipeline_parallel_microbatch_size": ForeignKey(_PIPELINE),
     "parallelism.pipeline_parallel_expert_parallel_overlap": ForeignKey(_PIPELINE),
     "parallelism.context_parallel_load_balancer": ForeignKey(
-        "context parallelism is not available; leave parallelism.context_parallel_degree = 1"
+        'parallelism.context_parallel_method = "ring" always deals chunks from both ends of a sequence'
     ),
     "parallelism.context_parallel_rotate_method": ForeignKey(
         "parallelism.context_parallel_method chooses how attention crosses ranks"

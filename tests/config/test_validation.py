@@ -129,6 +129,12 @@ def test_split_sequences_must_divide_and_what_is_not_shown_with_them_is_refused(
     assert "validation.seq_len = 9" in refusal_of(*tensor, "--validation.seq_len=9", world_size=8)
     for argument in ("compile.enable=true", "training.enable_cpu_offload=true", "sync.policy=rmmc"):
         assert refusal_of(*tensor, f"--{argument}", world_size=8).startswith(argument.split("=")[0])
+    for name in RULES:
+        argv = (*tensor, f"--optimizer.name={name}")
+        if build_rule(name).regime == 1:
+            assert validate(*argv, world_size=8) == []
+        else:
+            assert "optimizer.name" in refusal_of(*argv, world_size=8), name
 
 
 def test_global_batch_must_divide():

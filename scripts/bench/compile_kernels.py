@@ -27,6 +27,14 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from titanforge.kernels._triton import LAUNCH_OPTIONS
+from titanforge.kernels.cholesky_qr import PRECISION, TILE
+from titanforge.kernels.cholesky_qr_kernel import (
+    factor_kernel,
+    gram_kernel,
+    scale_column_kernel,
+    solve_kernel,
+    update_column_kernel,
+)
 from titanforge.kernels.codecs import CODECS
 from titanforge.kernels.config import _FEW_TOKENS, _FP32, _MANY_TOKENS, _MANY_TOKENS_HEAVY, _SMALL, TileConfig
 from titanforge.kernels.embedding import embedding_kernel
@@ -152,6 +160,18 @@ def embedding_source(
     return types, constants, {"num_warps": 4, "num_stages": 1}
 
 
+CHOLESKY_KERNELS = (
+    gram_kernel, update_column_kernel, factor_kernel, scale_column_kernel, solve_kernel
+)  # fmt: skip
+
+
+def cholesky_source() -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
+    """The same of the kernels of the Cholesky QR."""
+    pointers = {"q_ptr": "*fp32", "gram_ptr": "*fp32", "inverse_ptr": "*fp32", "failed_ptr": "*i32"}
+    types = {**pointers, **dict.fromkeys(("w", "panel", "panels"), "i32")}
+    return types, {"TILE": TILE, "PRECISION": PRECISION}, {"num_warps": 4, "num_stages": 3}
+
+
 def compile_one(
     function: Any, types: dict[str, Any], constants: dict[str, Any], options: dict[str, int]
 ) -> dict[str, Any]:
@@ -161,7 +181,7 @@ def compile_one(
     values = {(names.index(name),): constants.get(name) for name in names if signature[name] == "constexpr"}
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name] not in
     ("constexpr",)
-                 and name not in ("tensor_id", "T", "hyper_length")}  # fmt: skip
+                 and name not in ("tensor_id", "T", "hyper_length", "w", "panel", "panels")}  # fmt: skip
     source = ASTSource(function, signature, values, divisible)
     started = time.perf_counter()
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, **LAUNCH_OPTIONS})
@@ -213,6 +233,9 @@ def jobs(quick: bool) -> list[tuple[str, Any, tuple[dict[str, Any], dict[str, An
         if not quick:
             ragged = flat_source(adamw, recipe, aligned=False)
             listed.append((f"flat_ragged/adamw/{recipe}", flat_kernel, ragged))
+    listed += [
+        (f"cholesky_qr/{function.fn.__name__}", function, cholesky_source()) for function in CHOLESKY_KERNELS
+    ]
     stored = wgrad_source(adamw, "bf16", _FEW_TOKENS, masked=False, grouped=False, store=True)
     listed.append(("wgrad/store_gradient", wgrad_kernel, stored))
     full = wgrad_source(adamw, "fp32", _FP32, masked=False, grouped=False, operand="*fp32")

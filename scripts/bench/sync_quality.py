@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -42,12 +42,12 @@ MODEL = {
 def arms(warmup: int) -> dict[str, dict[str, Any]]:
     """`[sync]` of each arm; local arms share the warm-up."""
     found: dict[str, dict[str, Any]] = {"every_step": {"policy": "every_step"}}
-    for tau in (0.1, 0.3, 0.5, 0.7):
+    for tau in (0.1, 0.2, 0.3, 0.5, 0.7):
         found[f"rmmc {tau}"] = {"policy": "rmmc", "threshold": tau, "warmup_steps": warmup}
     for update, lr in (("gradient", None), ("gradient", 1.0), ("momentum", 0.1)):
         name = f"rmmc 0.3, {update}" + ("" if lr is None else f" at {lr}")
         found[name] = found["rmmc 0.3"] | {"local_update": update, "local_lr": lr}
-    for interval in (5, 20, 50):
+    for interval in (3, 5, 10, 20, 50):
         found[f"scheduled {interval}"] = {
             "policy": "scheduled", "interval": interval, "warmup_steps": warmup,
         }  # fmt: skip
@@ -130,22 +130,25 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "outputs" / "sync_quality")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--optimizer", default="Dion")
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--only", default="", help="arms whose name contains this")
+    parser.add_argument("--arms", nargs="*", help="names, as the output has them; default: all")
     options = parser.parse_args(argv)
-    chosen = {name: sync for name, sync in arms(options.warmup).items() if options.only in name}
+    known = arms(options.warmup)
+    if unknown := set(options.arms or ()) - set(known):
+        parser.error(f"--arms: {sorted(unknown)} unknown; there are {', '.join(known)}")
+    chosen = {name: sync for name, sync in known.items() if not options.arms or name in options.arms}
     folders = {name: options.output / name.replace(" ", "_").replace(",", "") for name in chosen}
     runs = [arguments(folders[name], options, sync) for name, sync in chosen.items()]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    multiprocessing.spawn(_work, args=(options.replicas, port, runs), nprocs=options.replicas)
+    spawn(_work, args=(options.replicas, port, runs), nprocs=options.replicas)
     results = [summary(name, folders[name], sync) for name, sync in chosen.items()]
     with open(options.output / "results.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(result) + "\n" for result in results)

@@ -98,7 +98,7 @@ class Shares:
                 call[name] = self.of(call[name], self.rank)
         self._owner = None
         if call["logits_at"] is not None:
-            chunk, within = divmod(call["logits_at"], T // (self.ranks * len(self.chunks(0))))
+            chunk, within = divmod(call["logits_at"] % T, T // (self.ranks * len(self.chunks(0))))
             self._owner = next(rank for rank in range(self.ranks) if chunk in self.chunks(rank))
             call["logits_at"] = within + self.chunks(self._owner).index(chunk) * (T // self.ranks // 2)
         return (), call

@@ -27,6 +27,8 @@ def pad_sequences(model: nn.Module, multiple: int) -> None:
         for name, fill in (("tokens", 0), ("positions", 0), ("document_ids", -1), ("labels", IGNORE_INDEX)):
             if call[name] is not None:
                 call[name] = nn.functional.pad(call[name], (0, missing), value=fill)
+        if call["logits_at"] is not None:
+            call["logits_at"] %= T  # counted from the end, it would mean padding
         if call["positions"] is None:
             places = torch.arange(T + missing, device=call["tokens"].device)
             call["positions"] = places.clamp(max=T - 1).expand(call["tokens"].shape)

@@ -107,9 +107,9 @@ def _split_equals_whole(rank: int, world_size: int, kind: str, tp: int) -> None:
     torch.testing.assert_close(norm, clip_factor(whole.parameters(), 1.0)[0], rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         tokens = calls[0][:1, :13]  # no multiple of the ranks
-        torch.testing.assert_close(
-            split(tokens, logits_at=11), whole(tokens, logits_at=11), rtol=1e-5, atol=1e-5
-        )
+        for place in (11, -1):
+            ours, theirs = (model(tokens, logits_at=place) for model in (split, whole))
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         loss = split(*(each[own * rows : (own + 1) * rows] for each in calls))
         if sharded:
             torch.distributed.all_reduce(loss, group=mesh.get_group("dp_shard"))

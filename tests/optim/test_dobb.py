@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from titanforge.config.sections import Optimizer
@@ -290,3 +291,20 @@ def test_blocks_that_do_not_divide_and_expert_stacks_are_refused() -> None:
     model.experts = nn.ParameterDict({"w1": nn.Parameter(torch.randn(2, 4, 4))})
     with pytest.raises(ValueError, match="expert stacks"):
         build_optimizer(model, options(), "float32")
+
+
+def test_a_distributed_checkpoint_within_a_period_goes_on_bit_exact(tmp_path) -> None:
+    model = net()
+    optimizer = build_optimizer(model, options(), "float32")
+    train(model, optimizer, 0, T + 1)
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    train(model, optimizer, T + 1, 3 * T)
+    again = net(seed=5)
+    resumed = build_optimizer(again, options(), "float32")
+    state = {"model": again.state_dict(), "optimizer": resumed.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    again.load_state_dict(state["model"])
+    resumed.load_state_dict(state["optimizer"])
+    train(again, resumed, T + 1, 3 * T)
+    for a, b in zip(model.parameters(), again.parameters()):
+        assert torch.equal(a, b)

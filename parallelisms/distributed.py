@@ -70,7 +70,7 @@ class Runtime:
         Every rank must call it with the same lengths. Both reductions are in flight together.
 
         Raises:
-            RuntimeError: from gloo, when a rank is gone or the timeout passed.
+            RuntimeError: a rank is gone, or the timeout passed.
         """
         if self.world_size == 1:
             return tuple(sums), tuple(maxima)
@@ -79,9 +79,15 @@ class Runtime:
             tensor = torch.tensor(list(values), dtype=torch.int64)
             work = dist.all_reduce(tensor, op, group=self.control_group, async_op=True) if values else None
             pending.append((tensor, work))
-        for _, work in pending:
-            if work is not None:
-                work.wait()
+        try:
+            for _, work in pending:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the ranks could not agree ({' '.join(str(error).split())[:200]}): one is gone or slower "
+                "than comm.train_timeout_seconds. Resume from the last checkpoint, on fewer ranks if need be."
+            ) from error
         (summed, _), (maximised, _) = pending
         return tuple(summed.tolist()), tuple(maximised.tolist())
 

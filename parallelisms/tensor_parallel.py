@@ -8,6 +8,7 @@ names of its modules.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -165,13 +166,9 @@ class _RowExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, parts: int) -> torch.Tensor:
-        ranks, me, held = group.size(), group.rank(), rows.shape[0]
-        owner = torch.arange(held * ranks).view(parts, ranks, -1)  # [part, who needs it, row of it]
-        needed = owner.transpose(0, 1).reshape(ranks, held)
-        holder = needed // held
-        ctx.receive = torch.bincount(holder[me], minlength=ranks).tolist()
-        mine = [needed[rank][holder[rank] == me] - me * held for rank in range(ranks)]
-        ctx.send, ctx.order, ctx.group = [len(m) for m in mine], torch.cat(mine).to(rows.device), group
+        plan = _exchange_plan(group.size(), group.rank(), rows.shape[0], parts, rows.device)
+        ctx.receive, ctx.send, ctx.order = plan
+        ctx.group = group
         received = torch.empty_like(rows)
         dist.all_to_all_single(received, rows[ctx.order], ctx.receive, ctx.send, group=group)
         return received
@@ -183,6 +180,19 @@ class _RowExchange(torch.autograd.Function):
         gradient = torch.empty_like(returned)
         gradient[ctx.order] = returned
         return gradient, None, None
+
+
+@functools.cache
+def _exchange_plan(
+    ranks: int, me: int, held: int, parts: int, device: torch.device
+) -> tuple[list[int], list[int], torch.Tensor]:
+    """Rows that come from each rank, rows that go to each, and which of the held ones go, in that order."""
+    rows = torch.arange(held * ranks).view(parts, ranks, -1)  # [part, who needs it, row of it]
+    needed = rows.transpose(0, 1).reshape(ranks, held)
+    holder = needed // held
+    mine = [needed[rank][holder[rank] == me] - me * held for rank in range(ranks)]
+    receive = torch.bincount(holder[me], minlength=ranks).tolist()
+    return receive, [len(m) for m in mine], torch.cat(mine).to(device)
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate) -> None:

@@ -84,7 +84,10 @@ DEPENDENCES = (
     ),
     Dependence(
         ("parallelism.fsdp_reshard_after_forward",),
-        lambda config, device: config.parallelism.data_parallel_shard_degree != 1,
+        lambda config, device: (
+            config.parallelism.data_parallel_shard_degree != 1
+            or config.parallelism.context_parallel_degree > 1
+        ),
         "parallelism.data_parallel_shard_degree is 1",
     ),
     Dependence(

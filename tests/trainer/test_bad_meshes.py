@@ -1,0 +1,83 @@
+"""Degrees that cannot be: one line that names the key, before any process group; and dry runs of good ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from tests.trainer.runs import argv, write_corpus
+from train import main
+
+QWEN_MOE = {
+    "model__name": "qwen3", "model__flavor": "debugmodel_moe", "model__n_heads": 4, "model__n_kv_heads": 4,
+    "model__head_dim": 16, "model__n_experts": 4, "model__n_experts_per_token": 2,
+}  # fmt: skip
+MISTAKES = [  # what is set; what the line says
+    ({"parallelism__tensor_parallel_degree": 3}, "tensor_parallel_degree = 3: does not divide the number"),
+    (
+        {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 4},
+        "data_parallel_shard_degree = 4: times tensor_parallel_degree = 2 makes 8 ranks, but 4",
+    ),
+    ({"parallelism__tensor_parallel_degree": 4, "model__n_heads": 4}, "does not divide model.n_kv_heads = 1"),
+    ({"parallelism__tensor_parallel_degree": 4}, "does not divide model.n_heads = 2: use one of 1, 2"),
+    ({"parallelism__tensor_parallel_degree": 2, **QWEN_MOE}, "a model with experts (model.n_experts = 4)"),
+    ({"parallelism__context_parallel_degree": 2, **QWEN_MOE}, "a model with experts (model.n_experts = 4)"),
+    (
+        {"parallelism__context_parallel_degree": 4, "parallelism__context_parallel_method": "ulysses"},
+        "context_parallel_degree = 4 does not divide the 2 query heads of a rank",
+    ),
+    (
+        {"parallelism__context_parallel_degree": 4, "training__seq_len": 60},
+        "training.seq_len = 60: must be a multiple of 8",
+    ),
+    ({"parallelism__tensor_parallel_degree": 2, "optimizer__name": "Muon"}, 'optimizer.name = "Muon"'),
+    ({"parallelism__pipeline_parallel_degree": 2}, "parallelism.pipeline_parallel_degree = 2"),
+    ({"parallelism__expert_parallel_degree": 2}, "parallelism.expert_parallel_degree = 2"),
+]
+
+
+@pytest.fixture
+def four_ranks(monkeypatch):
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"), MISTAKES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_bad_mesh_is_one_line(tmp_path, four_ranks, capsys, keys, says):
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    model = {} if "model__n_experts" in keys else {"model__n_kv_heads": 1}
+    code = main(argv(tmp_path / "run", corpus, **{**model, **keys}))
+    told = capsys.readouterr()
+    errors = [line for line in told.err.splitlines() if not line.startswith("warning: ")]
+    assert len(errors) == 1 and errors[0].startswith("error: ") and says in errors[0], told.err
+    assert code == 2 and not dist.is_initialized() and not (tmp_path / "run").exists()
+
+
+def test_the_dry_run_says_what_each_axis_splits_and_what_a_rank_holds(tmp_path, monkeypatch, capsys):
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    sizes = {"model__n_heads": 4, "model__n_kv_heads": 2, "model__dim": 512, "model__n_layers": 8}
+
+    def weights(ranks: int, **degrees) -> tuple[float, str]:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        assert main(argv(tmp_path / "run", corpus, job__dry_run=True, **sizes, **degrees)) == 0
+        told = capsys.readouterr().out
+        (line,) = [line for line in told.splitlines() if line.strip().startswith("weights ")]
+        return float(line.split()[1]), told
+
+    whole, _ = weights(1)
+    tensor, told = weights(2, parallelism__tensor_parallel_degree=2)
+    assert "tp 2: 2 query and 1 key/value heads" in told and "32 tokens of a sequence between blocks" in told
+    assert tensor == pytest.approx(whole / 2, abs=0.002)
+    degrees = {"parallelism__tensor_parallel_degree": 2, "parallelism__context_parallel_degree": 2}
+    all_axes, told = weights(16, parallelism__data_parallel_replicate_degree=2, **degrees)
+    assert "16 ranks = dp_replicate 2 x dp_shard 2 x cp 2 x tp 2" in told
+    for line in (
+        "dp_replicate 2: whole replicas",
+        "dp_shard x cp 4: 1/4 of each",
+        "cp 2: 32 of the 64 tokens",
+    ):
+        assert line in told
+    assert all_axes == pytest.approx(whole / 8, abs=0.002)
+    assert not dist.is_initialized()

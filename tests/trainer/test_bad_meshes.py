@@ -1,4 +1,4 @@
-"""Degrees that cannot be: one line that names the key, before any process group; and dry runs of good ones."""
+"""Degrees that cannot be: one line that names the key, before any process group; dry runs of good ones."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanforge.forge import ForgeOptimizer
 from titanforge.layout import axis_lines
 from titanforge.metrics.memory import GIB, local_bytes
 from titanforge.metrics.plot import write_run_summary
@@ -35,8 +34,7 @@ def announce(trainer: Trainer) -> None:
     for group in trainer.optimizer.groups:
         options = ", ".join(f"{key} {value:g}" for key, value in group.options.items())
         lines.append(f"  optimizer  {group.name}: {group.num_parameters:,} parameters, {options}")
-    if isinstance(trainer.optimizer, ForgeOptimizer):
-        lines += [f"  {line}" for line in trainer.optimizer.report().splitlines()]
+    lines += [f"  {line}" for line in trainer.optimizer.report().splitlines()]
     source = trainer.checkpointer.loaded_from
     if source is not None:
         lines.append(f"  start      step {trainer.step}, from {source}")

@@ -1,4 +1,4 @@
-"""One run at a time in a dump folder: two would delete each other's saves and cut each other's metrics."""
+"""The dump folder: one run at a time, as two would delete each other's saves; its configuration in a file."""
 
 from __future__ import annotations
 
@@ -35,3 +35,19 @@ class FolderLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def save_config(folder: Path, name: str, toml: str) -> None:
+    """Write the merged configuration to ``folder / name``, in place of an older one.
+
+    Raises:
+        ValueError: naming the key, if it cannot be written.
+    """
+    path = folder / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(toml, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"job.save_config_file = {name!r}: cannot be written ({error}): choose another file"
+        ) from error

@@ -20,7 +20,7 @@ from titanforge.checkpoint import CheckpointError, CheckpointManager
 from titanforge.config import ConfigError, JobConfig, to_flat_dict, to_toml
 from titanforge.data import IGNORED, Batch, SourceSpec, build_tokenizer, build_train_loader, merge_states
 from titanforge.evaluation import Validator
-from titanforge.forge import ForgeOptimizer, Steps, build_forge_optimizer
+from titanforge.forge import Steps, build_forge_optimizer
 from titanforge.garbage import GarbageCollector
 from titanforge.interruption import Interrupted, NonFiniteLoss, StopSignal
 from titanforge.layout import (
@@ -38,7 +38,7 @@ from titanforge.models.registry import build_model
 from titanforge.optim import build_optimizer, lr_factor
 from titanforge.parallelisms import clip_factor, init_distributed, set_determinism, set_is_last_micro_batch
 from titanforge.report import announce, summarize
-from titanforge.run_folder import FolderLock
+from titanforge.run_folder import FolderLock, save_config
 from titanforge.sync import CommLedger, build_sync_policy
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,7 @@ class Trainer:
         self.model, self.model_args = self._build_model()
         self.optimizer = self._build_optimizer()
         self.ledger = CommLedger()
-        self.capture = getattr(self.optimizer, "capture", None)  # Dobb's second moments
-        if self.capture is not None:
-            self.capture.all_reduce = self._reduce_second_moments
+        self.optimizer.connect(self._reduce_second_moments, self._record_gather)
         self.sync = self._owned(build_sync_policy(config.sync))
         self.sync.attach(
             self.model,
@@ -140,11 +138,13 @@ class Trainer:
         if self.is_main:
             try:
                 self._owned(FolderLock(self.dump_folder))
+                if self.config.job.save_config_file:
+                    save_config(self.dump_folder, self.config.job.save_config_file, to_toml(self.config))
             except (ValueError, OSError) as error:
                 refusal = str(error)
         refusal = self.runtime.all_gather_object(refusal)[0]
         if refusal is not None:
-            raise ConfigError(refusal if "job.dump_folder" in refusal else f"job.dump_folder: {refusal}")
+            raise ConfigError(refusal if refusal.startswith("job.") else f"job.dump_folder: {refusal}")
 
     def _build_loader(self):
         training, data, loader = self.config.training, self.config.data, self.config.training.dataloader
@@ -265,7 +265,7 @@ class Trainer:
             share.backward()
             loss += loss_sum.detach() / valid_tokens
         self.sync.reduce_gradients()
-        grad_norm, scale = self._clip()
+        grad_norm, scale = self.optimizer.clip(self._clip_factor)
         loss, grad_norm = self._over_ranks(loss, grad_norm)
         apply_flag = self._check_finite(loss, grad_norm)
         self.sync.step(self.optimizer, apply_flag, scale)
@@ -286,17 +286,14 @@ class Trainer:
             ledger=self.ledger,
             **{f"source_tokens/{name}": count for name, count in self.source_tokens.items()},
             **(self.model.metrics() | self.sync.metrics() if self.metrics.due(self.step) else {}),
-            **({"dobb_failed_blocks": self.capture.failed_blocks} if self.capture is not None else {}),
+            **self.optimizer.metrics(),
             **({"skipped_steps": self._nonfinite_steps} if config.training.nonfinite_loss == "skip" else {}),
         )
         if self.metrics.due(self.step):
             self._stop_if_nonfinite()
 
-    def _clip(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The gradient's norm, and the factor that the optimizer has yet to apply."""
-        if isinstance(self.optimizer, ForgeOptimizer):
-            # Of gradients that are gone by now; None where it was never to be seen.
-            return self.optimizer.gradient_norm(), None
+    def _clip_factor(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of the gradients in `.grad`, and the factor that the optimizer has yet to apply."""
         return clip_factor(
             self.model.parameters(), self.config.training.max_norm, all_reduce=self._reduce_norm
         )
@@ -363,6 +360,9 @@ class Trainer:
     def _reduce_second_moments(self, moments: torch.Tensor) -> None:
         self.ledger.all_reduce(moments, self.dims.get_group("loss"), axis="loss", purpose="second moments")
 
+    def _record_gather(self, size: int) -> None:
+        self.ledger.record("dp_shard", "momenta", size)
+
     def _reduce_norm(self, square: torch.Tensor, group: ProcessGroup) -> None:
         axis = "tp" if group is self.dims.get_group("tp") else "dp_shard"
         self.ledger.all_reduce(square, group, axis=axis, purpose="grad_norm")
@@ -410,17 +410,11 @@ class Trainer:
                 "step": self.step,
                 "tokens_seen": self.tokens_seen,
                 "sync": self.sync.state_dict(),
-                **self._held_norm(),
+                **self.optimizer.plain_state(),
             },
             "dataloader": merge_states(self.runtime.all_gather_object(self.loader.state_dict())),
             "rng": rng_state(self.device),
         }
-
-    def _held_norm(self) -> dict[str, float]:
-        """What lagged clipping knows of the steps before."""
-        if isinstance(self.optimizer, ForgeOptimizer):
-            return {"held_norm": float(self.optimizer.held_norm)}
-        return {}
 
     def _save(self, last: bool = False) -> None:
         self._stop_if_nonfinite()
@@ -442,8 +436,7 @@ class Trainer:
         if "train_state" in state:
             self.step = state["train_state"]["step"]
             self.tokens_seen = state["train_state"]["tokens_seen"]
-            if isinstance(self.optimizer, ForgeOptimizer):
-                self.optimizer.held_norm.fill_(state["train_state"].get("held_norm", 0.0))
+            self.optimizer.load_plain_state(state["train_state"])
         if "dataloader" in state:
             self.loader.load_state_dict(state["dataloader"])
         if "rng" in state:

@@ -152,7 +152,7 @@ def test_non_finite_gradient_of_a_finite_loss_is_not_applied_and_counted() -> No
     train(model, optimizer, 1, 2, loss=loss)
     assert torch.equal(weights(model)["0.weight"], before["0.weight"])
     assert not torch.equal(weights(model)["1.weight"], before["1.weight"])
-    assert int(optimizer.nonfinite_tiles) == 1
+    assert int(optimizer.metrics()["nonfinite_tiles"]) == 1
     assert all(torch.isfinite(state).all() for state in states(optimizer).values())
 
 

@@ -52,6 +52,7 @@ def test_a_run_in_pieces_is_the_whole_run(tmp_path: Path) -> None:
         assert_same_steps(pieces, whole)
         assert_same_checkpoint(pieces / "checkpoint" / "step-6", whole / "checkpoint" / "step-6")
         assert min(column(whole, "grad_norm")) > 0.5  # clipping had something to do
+        assert set(column(whole, "nonfinite_tiles")) == {0}
 
 
 def test_fused_and_unfused_runs_agree_and_cross_over(tmp_path: Path) -> None:

@@ -49,8 +49,10 @@ def options_of(recipe: tuple[str, str, str, str]) -> Optimizer:
     )
 
 
-def train(model: nn.Module, recipe: tuple[str, str, str, str]) -> dict:
+def train(model: nn.Module, recipe: tuple[str, str, str, str], gathered: list[int] | None = None) -> dict:
+    """Three steps; `gathered` receives the bytes of each gather."""
     optimizer = build_optimizer(model, options_of(recipe), "float32")
+    optimizer.connect(dist.all_reduce, ([] if gathered is None else gathered).append)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         for param in model.parameters():
@@ -70,7 +72,10 @@ def sharded(rank: int, world_size: int, folder: str) -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         assert {p.to_local().numel() for p in model.layers[1].parameters()} == ({6, 1} if rank == 0 else {0})  # pyright: ignore
-        state = train(model, recipe)
+        gathered: list[int] = []
+        state = train(model, recipe, gathered)
+        matrices = 3 * 70 + 6 if recipe[0] in ("Muon", "RMNP", "Dion") else 0
+        assert sum(gathered) == 3 * 4 * matrices, "the momenta, whole, in fp32, at each of three steps"
         keys = [None, None]
         dist.all_gather_object(keys, sorted((n, s) for n, slots in state["state"].items() for s in slots))
         assert keys[0] == keys[1]

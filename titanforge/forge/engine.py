@@ -8,7 +8,8 @@ regime 2.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -153,6 +154,12 @@ class ForgeOptimizer(RuleOptimizer):
             _fill(hyper, family.rule)
         clock.observe = not self._fp8.calibrated and bool(self._flag)
 
+    def clip(
+        self, from_gradients: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The norm of gradients that are gone by now (None: never seen), and no factor left to apply."""
+        return self.gradient_norm(), None
+
     @torch.no_grad()
     def gradient_norm(self) -> Tensor | None:
         """Norm of the step's whole gradient, before any factor: fp32 scalar on the device, after the last
@@ -261,8 +268,19 @@ class ForgeOptimizer(RuleOptimizer):
 
     @property
     def held_norm(self) -> Tensor:
-        """The norm that lagged clipping holds: fp32 scalar. Save it, and copy it back on resume."""
+        """The norm that lagged clipping holds: fp32 scalar."""
         return self._clip.held
+
+    def plain_state(self) -> dict[str, float]:
+        """What lagged clipping knows of the steps before."""
+        return {"held_norm": float(self.held_norm)}
+
+    def load_plain_state(self, saved: Mapping[str, Any]) -> None:
+        self.held_norm.fill_(saved.get("held_norm", 0.0))
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Also the tiles that were not applied, so far in this process."""
+        return super().metrics() | {"nonfinite_tiles": self.nonfinite_tiles}
 
 
 def _by_module(covered: Iterable[Covered]) -> list[list[Covered]]:

@@ -6,7 +6,7 @@ carry the names of our own rules: a checkpoint of one arm can be resumed by the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,32 @@ class TorchOptimizer:
 
     def before_backward(self, micro_batch_index: int, apply_flag: Tensor | None = None) -> None:
         """As `RuleOptimizer.before_backward`."""
+
+    def clip(
+        self, from_gradients: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As `RuleOptimizer.clip`."""
+        return from_gradients()
+
+    def connect(
+        self, sum_over_data: Callable[[Tensor], object], record_gather: Callable[[int], None]
+    ) -> None:
+        """Nothing is needed of other ranks."""
+
+    def report(self) -> str:
+        """As `RuleOptimizer.report`."""
+        return ""
+
+    def metrics(self) -> dict[str, Tensor]:
+        """As `RuleOptimizer.metrics`."""
+        return {}
+
+    def plain_state(self) -> dict[str, float]:
+        """As `RuleOptimizer.plain_state`."""
+        return {}
+
+    def load_plain_state(self, saved: Mapping[str, Any]) -> None:
+        """As `RuleOptimizer.load_plain_state`."""
 
     @torch.no_grad()
     def step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:

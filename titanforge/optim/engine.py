@@ -189,6 +189,26 @@ class RuleOptimizer:
         """Tiles that kernels left out because their gradient was not finite: int32 [1] on the device."""
         return self._nonfinite
 
+    def connect(
+        self, sum_over_data: Callable[[Tensor], object], record_gather: Callable[[int], None]
+    ) -> None:
+        """What the optimizer needs of the other ranks, for Dobb and for sharded matrices.
+
+        sum_over_data: sums a tensor in place over the ranks that see other data. record_gather: is given the
+            bytes of each gather that a step issues.
+        """
+        self.record_gather = record_gather
+        if self.capture is not None:
+            self.capture.all_reduce = sum_over_data
+
+    def report(self) -> str:
+        """More about who updates which weights than `groups` says, for printing at start-up."""
+        return ""
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Scalars worth logging, by metric name."""
+        return {} if self.capture is None else {"dobb_failed_blocks": self.capture.failed_blocks}
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or fill them with zeros."""
         for entry in self._all_entries():
@@ -206,6 +226,15 @@ class RuleOptimizer:
         """Before each backward; for engines that update during it, and for Dobb."""
         if self.capture is not None:
             self.capture.before_backward(micro_batch_index)
+
+    def clip(
+        self, from_gradients: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """After the last backward: the norm of the whole gradient, and the factor that `step` is to apply.
+
+        from_gradients: finds both where gradients wait in `.grad`, as they do here.
+        """
+        return from_gradients()
 
     @torch.no_grad()
     def step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
@@ -380,6 +409,13 @@ class RuleOptimizer:
 
     def _all_entries(self) -> list[Entry]:
         return [entry for family in self._families for entry in family.entries]
+
+    def plain_state(self) -> dict[str, float]:
+        """Numbers beside the states that a resumed run needs."""
+        return {}
+
+    def load_plain_state(self, saved: Mapping[str, Any]) -> None:
+        """Take over saved numbers; those of other engines are left alone."""
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors, by parameter name: the same keys on every rank.

@@ -70,7 +70,7 @@ def factor_kernel(gram_ptr, inverse_ptr, failed_ptr, w, panel, panels, TILE: tl.
     for k in range(TILE):
         column = tl.sum(tl.where(columns == k, a, 0.0), axis=1)
         pivot = tl.sum(tl.where(index == k, column, 0.0), axis=0)
-        good = (pivot > 0.0) & (pivot < float("inf"))
+        good = (pivot > 0.0) & (pivot < float("inf"))  # pyright: ignore[reportOperatorIssue]
         bad = tl.where(good, bad, 1)
         root = tl.sqrt(tl.where(good, pivot, 1.0))
         scaled = tl.where(index > k, column / root, 0.0)

@@ -14,6 +14,7 @@ from titanforge.config.sections import Optimizer
 from titanforge.optim import build_optimizer
 from titanforge.optim.dobb.reference import DobbReference
 from titanforge.optim.dobb.refresh import refresh_bases
+from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.matrix_options import DobbOptions
 from titanforge.parallelisms import apply_activation_checkpoint, apply_compile
 
@@ -141,6 +142,38 @@ def test_equals_the_paper(
                                            rtol=0, atol=1e-3)  # fmt: skip
 
 
+class FusedAttention(nn.Module):
+    """As much of an attention as tells that `wqkv` is three matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wqkv = nn.Linear(8, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.wqkv(x))
+
+
+@pytest.mark.parametrize("side", ["A", "G"])
+def test_fused_projection_is_three_matrices(side: str) -> None:
+    """Each with its own blocks of the output axis (G); one set of blocks of their common input (A)."""
+    model = FusedAttention()
+    optimizer = build_optimizer(model, options(side=side, norm="l2", blocks=2), "float32")
+    seen = Seen(model)
+    references = [DobbReference((8, 8), side=side, norm="l2", blocks=2, period=T, mu=MU) for _ in range(3)]
+    assert optimizer.state_dict()["state"]["wqkv.weight"]["basis"].shape == (1 if side == "A" else 3, 2, 4, 4)
+    for step in range(T + 1):
+        before = model.wqkv.weight.detach().double().chunk(3)
+        train(model, optimizer, step, step + 1)  # pyright: ignore[reportArgumentType]
+        gradient = model.wqkv.weight.grad
+        assert gradient is not None
+        captured = [seen.x["wqkv.weight"]] * 3 if side == "A" else seen.d["wqkv.weight"].chunk(3)
+        for i, (w, g) in enumerate(zip(before, gradient.double().chunk(3))):
+            expected = references[i].step(w, g, captured[i], LR, DECAY)
+            ours = model.wqkv.weight.detach().double().chunk(3)[i]
+            assert (ours - expected).abs().max() < 2e-3 * (expected - w).abs().max()
+
+
 def test_one_block_for_each_input_is_sign_momentum() -> None:
     model, plain = net(), net()
     optimizer = build_optimizer(model, options(block_width=1), "float32")
@@ -243,6 +276,7 @@ def test_a_refused_refresh_keeps_every_bit() -> None:
     optimizer.before_backward(0)
     loss.backward()
     # The path of an accelerator, which does not look at the flag on the host.
+    assert isinstance(optimizer, RuleOptimizer)
     optimizer.prepare_step()
     optimizer.apply_step(torch.zeros(()))
     for name, weight in model.state_dict().items():
@@ -297,12 +331,14 @@ def test_a_distributed_checkpoint_within_a_period_goes_on_bit_exact(tmp_path) ->
     model = net()
     optimizer = build_optimizer(model, options(), "float32")
     train(model, optimizer, 0, T + 1)
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    dcp.save(  # pyright: ignore[reportPrivateImportUsage]
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path
+    )
     train(model, optimizer, T + 1, 3 * T)
     again = net(seed=5)
     resumed = build_optimizer(again, options(), "float32")
     state = {"model": again.state_dict(), "optimizer": resumed.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path)
+    dcp.load(state, checkpoint_id=tmp_path)  # pyright: ignore[reportPrivateImportUsage]
     again.load_state_dict(state["model"])
     resumed.load_state_dict(state["optimizer"])
     train(again, resumed, T + 1, 3 * T)

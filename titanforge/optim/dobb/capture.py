@@ -105,8 +105,9 @@ class DobbCapture:
         if not self._refreshing:
             return
         for weight in self.weights:
-            count, width = weight.basis.shape[-3], weight.basis.shape[-1]
-            device = weight.basis.device
+            # Of all the matrices that the weight is made of.
+            width, device = weight.basis.shape[-1], weight.basis.device
+            count = weight.basis.numel() // (width * width)
             setattr(weight.module, _TOTAL, torch.zeros(count, width, width, device=device))
             setattr(weight.module, _COUNT, torch.zeros((), device=device))
         self._moments = [
@@ -149,10 +150,11 @@ class DobbCapture:
                 # Losses were divided by the tokens of the whole step; the paper's g_i were not.
                 mean = mean * (count * (self._micro_batches / self._captured_micro_batches)) ** 2
             old = weight.statistic.float()
+            mean = mean.view(old.shape)
             new = torch.where(count > 0, self.options.decay * old + mean, old)
             by_width[weight.basis.shape[-1]].append((weight, new))
-        for width, group in by_width.items():
-            size = max(1, _BATCH_BYTES // (4 * width * width * group[0][0].basis.shape[-3]))
+        for group in by_width.values():
+            size = max(1, _BATCH_BYTES // (4 * group[0][0].basis.numel()))
             for start in range(0, len(group), size):
                 self._refresh_batch(group[start : start + size], applies)
 

@@ -23,13 +23,14 @@ def eigenvectors(
     identity = torch.eye(len(c), dtype=c.dtype)
     if u is None or iterations == 0:
         return torch.linalg.eigh(c + shift * identity).eigenvectors
+    basis: Tensor = u
     for _ in range(iterations):
         if qr == "householder":
-            u = torch.linalg.qr((c + shift * identity) @ u).Q
+            basis = torch.linalg.qr((c + shift * identity) @ basis).Q
         else:
             epsilon = omega * c.abs().sum(dim=1).max()
-            u = cholesky_qr((c + epsilon * identity) @ u)
-    return u
+            basis = cholesky_qr((c + epsilon * identity) @ basis)
+    return basis
 
 
 class DobbReference:

@@ -43,6 +43,23 @@ def test_ranks_agree_and_fail_together():
     run_distributed(_agree, 2, backend=None)  # init_distributed makes the group itself
 
 
+def _peer_gone(rank: int, world_size: int) -> str:
+    runtime = init_distributed(_comm(), "cpu")
+    runtime.agree(sums=[rank])
+    if rank == 1:
+        return ""
+    try:
+        runtime.agree(sums=[rank])
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_rank_that_is_gone_is_told_with_what_to_do():
+    message, _ = run_distributed(_peer_gone, 2, backend=None)
+    assert "one is gone or slower than comm.train_timeout_seconds. Resume" in message
+
+
 def _short_timeout(rank: int, world_size: int) -> float:
     runtime = init_distributed(_comm(init=100, train=2), "cpu")
     group = dist.new_group([0, 1], backend="gloo")

@@ -22,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
+from titanforge.assembly import build_meta_model
 from titanforge.checkpoint import CheckpointError, dcp_format, huggingface, layout, loading
 from titanforge.checkpoint.safetensors_format import Exporter, write_index
 from titanforge.config import JobConfig, load_config, to_toml
+from titanforge.layout import DTYPES
 from titanforge.models.huggingface import HuggingFaceForm, form_from_config, form_of
 from titanforge.models.registry import MODELS
 from titanforge.parallelisms import init_distributed
-from titanforge.trainer import DTYPES, build_meta_model
 
 Read = Callable[[str], Tensor]
 

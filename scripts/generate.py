@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from titanforge.assembly import build_meta_model, huggingface_form
 from titanforge.checkpoint import CheckpointError, CheckpointManager
 from titanforge.checkpoint.layout import CONFIG, list_steps
 from titanforge.config import JobConfig, load_config
@@ -22,7 +23,6 @@ from titanforge.data import build_tokenizer
 from titanforge.models.generation import generate
 from titanforge.models.initialization import initialize_weights
 from titanforge.parallelisms import init_distributed
-from titanforge.trainer import build_meta_model, huggingface_form
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

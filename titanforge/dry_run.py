@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from titanforge.assembly import batch_of_step, build_meta_model, forge_steps, probe_forward
 from titanforge.config import JobConfig
 from titanforge.data import build_tokenizer
 from titanforge.forge import plan_report, preview
@@ -15,7 +16,6 @@ from titanforge.metrics.memory import GIB
 from titanforge.models.layers.loss import CHUNK_LOGITS
 from titanforge.optim import build_groups, state_bytes
 from titanforge.parallelisms import tensor_rank_weights
-from titanforge.trainer import build_meta_model, forge_steps, probe_forward
 
 
 def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
@@ -32,10 +32,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     check_model(config, dims, args)
     groups = model.num_parameters()
     total = sum(groups.values())
-    data_parallel = dims.degree("dp")
-    sequences = training.global_batch_size
-    if sequences == -1:
-        sequences = training.local_batch_size * data_parallel
+    sequences, micro_batches = batch_of_step(config, dims.degree("dp"))
     lines = [
         f"model       {config.model.name} {config.model.flavor}, {args.vocab_size:,} tokens of vocabulary, "
         f"{total:,} parameters",
@@ -45,8 +42,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         f"ranks       {dims.describe()}",
         *(f"  {line}" for line in axis_lines(config, dims, args)),
         f"batch       {sequences} sequences x {training.seq_len} tokens = {sequences * training.seq_len:,} "
-        f"tokens a step, in {sequences // (training.local_batch_size * data_parallel)} micro-batches of "
-        f"{training.local_batch_size} a rank",
+        f"tokens a step, in {micro_batches} micro-batches of {training.local_batch_size} a rank",
         "optimizer",
     ]
     optimizer_groups = build_groups(model, config.optimizer)
@@ -56,7 +52,6 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     chunk_logits = FUSED_CHUNK_LOGITS if config.forge.enable else CHUNK_LOGITS
     gradient_bytes = weight_bytes = DTYPES[training.dtype].itemsize
     if config.forge.enable:
-        micro_batches = sequences // (training.local_batch_size * data_parallel)
         plan = preview(
             model,
             config.optimizer,

@@ -16,25 +16,23 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from titanforge.assembly import (
+    batch_of_step,
+    build_meta_model,
+    forge_steps,
+    huggingface_form,
+    probe_forward,
+)
 from titanforge.checkpoint import CheckpointError, CheckpointManager
 from titanforge.config import ConfigError, JobConfig, to_flat_dict, to_toml
 from titanforge.data import IGNORED, Batch, SourceSpec, build_tokenizer, build_train_loader, merge_states
 from titanforge.evaluation import Validator
-from titanforge.forge import Steps, build_forge_optimizer
+from titanforge.forge import build_forge_optimizer
 from titanforge.garbage import GarbageCollector
 from titanforge.interruption import Interrupted, NonFiniteLoss, StopSignal
-from titanforge.layout import (
-    DTYPES,
-    build_dims,
-    check_model,
-    longest_sequence,
-    model_overrides,
-    parallelize,
-)
+from titanforge.layout import build_dims, check_model, parallelize
 from titanforge.metrics import MetricsLogger, Profiler
-from titanforge.models.huggingface import HuggingFaceForm, form_of
 from titanforge.models.initialization import initialize_weights
-from titanforge.models.registry import build_model
 from titanforge.optim import build_optimizer, lr_factor
 from titanforge.parallelisms import clip_factor, init_distributed, set_determinism, set_is_last_micro_batch
 from titanforge.report import announce, summarize
@@ -148,10 +146,7 @@ class Trainer:
 
     def _build_loader(self):
         training, data, loader = self.config.training, self.config.data, self.config.training.dataloader
-        global_batch = training.global_batch_size
-        if global_batch == -1:
-            global_batch = training.local_batch_size * self.dp_world
-        micro_batches = global_batch // (training.local_batch_size * self.dp_world)
+        global_batch, micro_batches = batch_of_step(self.config, self.dp_world)
         return micro_batches, build_train_loader(
             dataset=training.dataset,
             dataset_path=training.dataset_path,
@@ -464,61 +459,8 @@ class Trainer:
         self._resources.close()
 
 
-def build_meta_model(config: JobConfig, vocab_size: int) -> tuple[Any, Any]:
-    """The model without memory, in the dtype that weights are stored in, and its arguments.
-
-    Raises:
-        ValueError: unknown family or size, or sizes that do not fit together.
-    """
-    with torch.device("meta"), default_dtype(DTYPES[config.training.dtype]):
-        return build_model(
-            config.model.name,
-            config.model.flavor,
-            vocab_size=vocab_size,
-            seq_len=longest_sequence(config),
-            overrides=model_overrides(config),
-        )
-
-
-def huggingface_form(config: JobConfig, args: Any) -> HuggingFaceForm | None:
-    """How Hugging Face's tools store this model, if the run reads or writes it so.
-
-    Raises:
-        ValueError: they have no such model.
-    """
-    wanted = config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf
-    return form_of(args) if wanted else None
-
-
-def probe_forward(model: Any, device: torch.device | str) -> torch.Tensor:
-    """The loss of a few tokens (on meta: logits): shows the fused optimizer who reads which weight."""
-    tokens = torch.zeros((1, 8), dtype=torch.int64, device=device)
-    return model(tokens, None, None, tokens) if tokens.device.type != "meta" else model(tokens, logits_at=0)
-
-
-def forge_steps(config: JobConfig, micro_batches: int) -> Steps:
-    """What the fused optimizer's plan needs to know of the run."""
-    training = config.training
-    return Steps(
-        micro_batches=micro_batches,
-        tokens=training.local_batch_size * training.seq_len,
-        accumulation=config.forge.accumulation,
-        max_norm=training.max_norm,
-        undo=training.nonfinite_loss == "skip",
-    )
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype):
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
-
-
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """This rank's random generators, as the checkpoint stores them."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -526,6 +468,7 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Set this rank's random generators to what ``rng_state`` gave."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -415,7 +415,8 @@ class Checkpoint:
     load_step: int = -1
     """Step to resume from; -1: the newest complete one."""
     exclude_from_loading: list[str] = field(default_factory=list)
-    """Parts not to load: any of model, optimizer, lr_scheduler, dataloader, train_state."""
+    """Parts not to load: any of model, optimizer, dataloader, train_state; `lr_scheduler` holds nothing, as
+    the rate follows from the step (train_state)."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step."""
     create_seed_checkpoint: bool = False

@@ -80,6 +80,13 @@ def _check_split_sequences(config: JobConfig) -> None:
             "reads whole layers, which parallelism.tensor_parallel_degree or context_parallel_degree above 1"
             f" splits: use one of {', '.join(sorted(COORDINATE_RULES))}",
         )
+    if tensor > 1 and config.optimizer.state_dtype == "int8":
+        raise refusal(
+            config,
+            "optimizer.state_dtype",
+            "has blocks along the input axis of a weight, which parallelism.tensor_parallel_degree above 1"
+            ' splits: use "bfloat16"',
+        )
     for path, wanted in (
         ("compile.enable", False),
         ("training.enable_cpu_offload", False),

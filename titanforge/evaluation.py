@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from titanforge.data import SourceSpec, build_validation_loader
+from titanforge.data import IGNORED, SourceSpec, build_validation_loader
 from titanforge.models.generation import generate
 from titanforge.parallelisms import reshard
 
@@ -59,7 +59,7 @@ class Validator:
                     batch = batch.to(device)
                     loss_sum = model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
                     # The loss is of this rank's tokens alone, the labels are those of whole sequences.
-                    counted = (batch.labels >= 0).sum().double() / trainer.dims.cp
+                    counted = (batch.labels != IGNORED).sum().double() / trainer.dims.cp
                     totals += torch.stack([loss_sum.double(), counted])
                 samples = self._samples()
             finally:

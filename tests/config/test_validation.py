@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from titanforge.checkpoint import manager
 from titanforge.config import ConfigError, load_config, schema, validate_config
 from titanforge.config.bounds import BOUNDS
 from titanforge.config.effectless import DEPENDENCES
+from titanforge.config.ranks import COORDINATE_RULES
 from titanforge.config.rules import MATRIX_RULES, RULE_KEYS
-from titanforge.config.validation import DATASETS
+from titanforge.config.validation import CHECKPOINT_PARTS, DATASETS, TORCH_OPTIM_RULES
 from titanforge.data import sources
+from titanforge.optim.baseline import BASELINE_RULES
 from titanforge.optim.registry import NESTEROV_RULES, RULES, build_rule
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -481,6 +484,12 @@ def test_dataset_names_are_those_of_the_sources():
     assert DATASETS == sources.DATASETS
 
 
+def test_other_names_are_those_of_their_layers():
+    assert CHECKPOINT_PARTS == manager._PARTS
+    assert set(TORCH_OPTIM_RULES) == set(BASELINE_RULES)
+    assert {name for name in RULES if build_rule(name, momentum=0.9).regime == 1} == COORDINATE_RULES
+
+
 def test_what_dobb_and_matrix_rules_do_not_take():
     dobb = "--optimizer.name=Dobb"
     assert validate(dobb, "--parallelism.data_parallel_replicate_degree=2", world_size=2) == []
@@ -507,7 +516,8 @@ def test_rules_are_checked_by_name():
     message = refusal_of("--optimizer.name=muon", "--optimizer.scalar.name=Muon")
     assert message == 'optimizer.scalar.name = "Muon": takes matrices alone: use AdamW, Lion or the like'
     assert refusal_of("--optimizer.nesterov") == (
-        'optimizer.nesterov = true: optimizer.name = "AdamW" has no Nesterov form (these have: dobb, muon, rmnp, sgd)'
+        'optimizer.nesterov = true: optimizer.name = "AdamW" has no Nesterov form '
+        "(these have: dobb, muon, rmnp, sgd)"
     )
     assert (
         validate("--optimizer.name=adam-mini")

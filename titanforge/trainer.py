@@ -37,6 +37,7 @@ from titanforge.optim import build_optimizer, lr_factor
 from titanforge.parallelisms import clip_factor, init_distributed, set_determinism, set_is_last_micro_batch
 from titanforge.report import announce, summarize
 from titanforge.run_folder import FolderLock, save_config
+from titanforge.run_state import restore_run_state, run_state
 from titanforge.sync import CommLedger, build_sync_policy
 
 logger = logging.getLogger(__name__)
@@ -396,20 +397,9 @@ class Trainer:
 
     # ---------------------------------------------------------------- saving and ending
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, Any]:
         """Everything a resumed run needs, as the checkpoint stores it."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "train_state": {
-                "step": self.step,
-                "tokens_seen": self.tokens_seen,
-                "sync": self.sync.state_dict(),
-                **self.optimizer.plain_state(),
-            },
-            "dataloader": merge_states(self.runtime.all_gather_object(self.loader.state_dict())),
-            "rng": rng_state(self.device),
-        }
+        return run_state(self)
 
     def _save(self, last: bool = False) -> None:
         self._stop_if_nonfinite()
@@ -419,23 +409,13 @@ class Trainer:
 
     def _load(self) -> None:
         state = self.checkpointer.load(self.state)
-        if state is None:
-            return
-        if "model" in state:
-            self.model.load_state_dict(state["model"])
-        if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
-        else:
-            self.optimizer.refresh_master_weights()
-        self.sync.load_state_dict(state.get("train_state", {}).get("sync", {}))
-        if "train_state" in state:
-            self.step = state["train_state"]["step"]
-            self.tokens_seen = state["train_state"]["tokens_seen"]
-            self.optimizer.load_plain_state(state["train_state"])
-        if "dataloader" in state:
-            self.loader.load_state_dict(state["dataloader"])
-        if "rng" in state:
-            restore_rng_state(state["rng"], self.device)
+        if state is not None:
+            restore_run_state(self, state)
+        if self.step and self.config.checkpoint.create_seed_checkpoint:
+            raise ConfigError(
+                f"checkpoint.create_seed_checkpoint = true, but {self.checkpointer.loaded_from} is of step "
+                f"{self.step}: a seed starts a run; give it a job.dump_folder of its own."
+            )
 
     def _save_between_steps(self, position: dict[str, Any]) -> None:
         """Save the steps done, if saving is on. What was fetched since ``position`` is not trained on:
@@ -457,18 +437,3 @@ class Trainer:
     def close(self) -> None:
         """Release everything, the newest part first; calling it again does nothing."""
         self._resources.close()
-
-
-def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """This rank's random generators, as the checkpoint stores them."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def restore_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Set this rank's random generators to what ``rng_state`` gave."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)

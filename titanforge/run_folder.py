@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 class FolderLock:
     """Holds ``folder`` until ``close`` or the process's end, however it ends; leaves no file behind.
 
-    Where a file system has no locks the folder is not guarded. The folder is made if it is not there.
+    Where a file system has no locks the folder is not guarded, and a warning says so. The folder is made if it is not
+    there.
 
     Raises:
         ValueError: another process holds it.
@@ -28,8 +32,8 @@ class FolderLock:
                 f"job.dump_folder = {str(folder)!r}: another run is writing to it. Wait for that one to end, "
                 "or choose another folder."
             ) from None
-        except OSError:
-            pass  # no locks on this file system
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): nothing keeps a second run out of it", folder, error)
 
     def close(self) -> None:
         if self._descriptor >= 0:

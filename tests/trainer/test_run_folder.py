@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+
 from tests.trainer.runs import argv, train_each, training_lines, write_corpus
 from titanforge.config import load_config, to_toml
 from titanforge.run_folder import FolderLock
@@ -19,6 +22,15 @@ def test_a_folder_in_use_is_refused_and_free_again_afterwards(tmp_path):
     first, second = train_each(1, [run, run])
     assert first[0][0] == second[0][0] == 0
     assert len(training_lines(tmp_path / "run")) == 2
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
+    def no_locks(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    FolderLock(tmp_path / "run").close()
+    assert "cannot be locked" in caplog.text and str(tmp_path / "run") in caplog.text
 
 
 def test_the_merged_configuration_is_written_and_repeats_the_run(tmp_path):

@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 class FolderLock:
     """Holds ``folder`` until ``close`` or the process's end, however it ends; leaves no file behind.
 
-    Where a file system has no locks the folder is not guarded, and a warning says so. The folder is made if it is not
-    there.
+    Where a file system has no locks a warning says that the folder is not guarded. The folder is made if it
+    is not there.
 
     Raises:
         ValueError: another process holds it.

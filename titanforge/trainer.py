@@ -326,16 +326,16 @@ class Trainer:
                 batches = [next(self.loader) for _ in range(self.micro_batches)]
             except Exception as error:
                 failure = error
-            replicas = self.dims.degree("dp_replicate")
-            tokens = [0] * replicas
-            tokens[self.dims.get_mesh("dp_replicate").get_local_rank()] = sum(
-                int((batch.labels != IGNORED).sum()) for batch in batches
-            )
-            from_sources = self.loader.source_tokens()
-            totals, (failed, signalled) = self.runtime.agree(
-                sums=[*tokens, *from_sources.values()],
-                maxima=[self.runtime.rank + 1 if failure else 0, self.stop_signal.received],
-            )
+        replicas = self.dims.degree("dp_replicate")
+        tokens = [0] * replicas
+        tokens[self.dims.get_mesh("dp_replicate").get_local_rank()] = sum(
+            int((batch.labels != IGNORED).sum()) for batch in batches
+        )
+        from_sources = self.loader.source_tokens()
+        totals, (failed, signalled) = self.runtime.agree(
+            sums=[*tokens, *from_sources.values()],
+            maxima=[self.runtime.rank + 1 if failure else 0, self.stop_signal.received],
+        )
         if failed:
             # Every rank is here, between two steps: what was trained since the last save need not be lost.
             # Nothing trained, nothing to save: a checkpoint would only tie a corrected dataset to this one.

@@ -19,6 +19,9 @@ from tests.forge.toy import (
     weights,
 )
 from titanforge.config import ConfigError, load_config, validate_config
+from titanforge.forge import ForgeOptimizer
+from titanforge.optim.baseline import TorchOptimizer
+from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.registry import RULES
 from titanforge.parallelisms import clip_factor
 
@@ -169,3 +172,9 @@ def test_kernel_forms_are_named() -> None:
     config = load_config(["--forge.enable", "--training.max_norm=0", "--forge.kernel=warp"])
     with pytest.raises(ConfigError, match=r'forge\.kernel = "warp": must be one of auto, portable'):
         validate_config(config, world_size=1, device_type="cpu")
+
+
+def test_a_local_sync_policy_does_not_take_a_step_that_backward_has_made() -> None:
+    """`ForgeOptimizer` inherits the halves of a step that can be cut in two; its own cannot."""
+    assert RuleOptimizer.splits_steps
+    assert not ForgeOptimizer.splits_steps and not TorchOptimizer.splits_steps

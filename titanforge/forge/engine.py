@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ class ForgeOptimizer(RuleOptimizer):
 
     Use `titanforge.forge.attach`, which makes `covered` and `plans`.
     """
+
+    splits_steps: ClassVar[bool] = False  # weights have changed before anyone could decide
 
     def __init__(
         self,

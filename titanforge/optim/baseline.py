@@ -7,7 +7,7 @@ carry the names of our own rules: a checkpoint of one arm can be resumed by the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class TorchOptimizer:
         gradients in a pass of their own.
     A parameter without gradient is left alone, as torch.optim does.
     """
+
+    splits_steps: ClassVar[bool] = False
 
     def __init__(self, groups: Sequence[ParamGroupSpec], implementation: str) -> None:
         self.groups = list(groups)

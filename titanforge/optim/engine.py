@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,10 @@ class RuleOptimizer:
     captured: for Dobb, from `install_hooks`: the linears that read its weights. Without them its bases stay
         the identity.
     seed: of stochastic rounding; the bits depend on it, the step, the parameter's name and the coordinate.
+    splits_steps: whether `accumulate_step` and `finish_step` may take the place of `step`.
     """
+
+    splits_steps: ClassVar[bool] = True
 
     def __init__(
         self,

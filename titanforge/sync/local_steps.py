@@ -86,7 +86,7 @@ class LocalSteps(SyncPolicy):
         self.close()
         if replicate_group is None or replicate_group.size() == 1:
             return
-        if not hasattr(optimizer, "accumulate_step"):
+        if not getattr(optimizer, "splits_steps", False):
             raise ValueError(
                 f"sync.policy = {self.name!r} needs a step that can be cut in two: set "
                 'optimizer.implementation = "native" and forge.enable = false'

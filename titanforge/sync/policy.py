@@ -63,7 +63,13 @@ class StepOptimizer(Protocol):
 
 
 class SplitOptimizer(StepOptimizer, Protocol):
-    """An optimizer whose step can be cut in two, with the decision to communicate in between."""
+    """An optimizer whose step can be cut in two, with the decision to communicate in between.
+
+    Not every one that has these methods can be (one that updates in backward cannot): `splits_steps` says.
+    """
+
+    @property
+    def splits_steps(self) -> bool: ...
 
     def accumulate_step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
         """A where the rule splits; the whole step where it does not."""

@@ -91,6 +91,10 @@ def _rank_main(
     except BaseException:
         sys.stderr.flush()
         os._exit(1)
+    # Not through the interpreter's end: gloo's threads now and then abort a process that has done its work.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _first_failure(folder: str, processes: Sequence[Any]) -> tuple[int, str, str] | None:
@@ -169,7 +173,10 @@ def run_distributed(
                 wait([p.sentinel for p in running], timeout=0.2)
         finally:
             if failure is not None and not timed_out:
-                time.sleep(0.2)  # let the failing rank's own log reach the disk
+                # The failing rank's own log must reach the disk; and where a rank was killed, a peer's echo
+                # can be seen before the death is.
+                time.sleep(0.5)
+                failure = _first_failure(folder, processes) or failure
             for process in processes:
                 if process.exitcode is None and (failure is not None or sys.exc_info()[0] is not None):
                     process.kill()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +70,8 @@ def summarize(trainer: Trainer) -> None:
     for name, path in found:
         print(f"  {name:<12} {path}")
     if checkpoint is not None:
+        # As this process was started: scripts/train.sh's environment is not the shell's.
+        python = os.path.relpath(sys.executable)
         print("next:")
-        print(f'  python scripts/generate.py --checkpoint {checkpoint} --prompt "import "')
-        print(f"  python scripts/plot_run.py {metrics} another/metrics.jsonl -o comparison.png")
+        print(f'  {python} scripts/generate.py --checkpoint {checkpoint} --prompt "import "')
+        print(f"  {python} scripts/plot_run.py {metrics} another/metrics.jsonl -o comparison.png")

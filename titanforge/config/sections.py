@@ -380,7 +380,7 @@ class Forge:
     enable: bool = False
     """Run the optimizer where the weight gradient is made, so that no gradient is stored."""
     kernel: str = "auto"
-    """`auto`, or a kernel form by name."""
+    """`auto` or `portable`; there is one form so far, so both mean it."""
     clip: Literal["exact", "lagged"] = "exact"
     """How `training.max_norm` is honoured by fused weights: `exact` cannot be, `lagged` can."""
     accumulation: Literal["auto", "stash", "buffer"] = "auto"

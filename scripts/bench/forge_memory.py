@@ -113,7 +113,7 @@ def _recorded_backward(args: argparse.Namespace, model: Any, step: Any) -> dict[
         step.update.before_backward(loss.detach())
         torch.cuda.synchronize()
         if recorded:
-            torch.cuda.memory._record_memory_history(max_entries=2_000_000, context="all", stacks="python")
+            torch.cuda.memory._record_memory_history(max_entries=2_000_000, context="alloc", stacks="python")
         loss.backward()
         torch.cuda.synchronize()
         if recorded:

@@ -156,7 +156,7 @@ def recorded(model: Any, optimizer: Any) -> list[int]:
     loss = llama_loss(model, 2)
     optimizer.before_backward(0, torch.isfinite(loss.detach()))
     torch.cuda.synchronize()
-    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000, context="alloc")
     try:
         loss.backward()
         torch.cuda.synchronize()

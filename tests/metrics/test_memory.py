@@ -181,6 +181,7 @@ def test_gpu_pools_add_up_to_the_peak() -> None:
     assert mib["memory/states_gib"] == pytest.approx(64, abs=0.01)
     parts = [v for k, v in mib.items() if k.startswith("memory/") and k != "memory/reserved_gib"]
     assert sum(parts) == pytest.approx(mib["peak_memory_gib"])
-    assert 64 <= mib["memory/activations_gib"] <= 200  # two 32 MiB activations, their gradients, a workspace
+    # Six tensors of 32 MiB (input, two hidden, output, two of their gradients), the products' workspaces.
+    assert 64 <= mib["memory/activations_gib"] <= 384
     assert mib["memory/reserved_gib"] >= mib["peak_memory_gib"]
     assert values["memory/alloc_retries"] == 0

@@ -109,8 +109,8 @@ class Profiler:
             return
         self._started = True
         if self._snapshots:
-            # Not of what is freed: with it torch 2.11 loses the exception that ends a recomputation early, and
-            # the step of a fused, selectively checkpointed model dies of a SystemError.
+            # Not of what is freed: with it torch 2.11 loses the exception that ends a recomputation early,
+            # and the step of a fused, selectively checkpointed model dies of a SystemError.
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES, context="alloc")
         if self._profile is not None:
             self._profile.start()

@@ -2,6 +2,9 @@
 
 Every tensor is cut into blocks of 64 columns of its matrix view, and a program takes `BLOCKS` consecutive
 blocks of one tensor. Pointers and sizes stand in a table on the device, kept as long as they stay the same.
+
+While a CUDA graph is captured nothing of this becomes part of it: a table that is new then is uploaded at
+once, on a stream of its own, so that replays read device memory alone and no host memory has to outlive them.
 """
 
 # Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
@@ -9,6 +12,7 @@ blocks of one tensor. Pointers and sizes stand in a table on the device, kept as
 # pyright: reportArgumentType=false, reportRedeclaration=false
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -147,32 +151,28 @@ class _Item:
 
 @dataclass(frozen=True)
 class _Tables:
-    """Device tables, and the pinned host copies that a captured graph reads again at each replay."""
+    """Device tables of one launch. full: every chunk is."""
 
     table: Tensor
     chunks: Tensor
     full: bool
-    pinned: tuple[Tensor, ...]
 
 
 _tables: OrderedDict[Any, _Tables] = OrderedDict()
-_chunk_lists: OrderedDict[Any, tuple[Tensor, Tensor]] = OrderedDict()
-_captured: list[_Tables] = []
-"""What CUDA graphs were captured with. A replay reads the pinned copies again, so they are never dropped."""
+_chunk_lists: OrderedDict[Any, Tensor] = OrderedDict()
+_captured: dict[int, _Tables] = {}
+"""What CUDA graphs were captured with, by identity: their replays read these tables, which are never
+dropped."""
 
 
 def _build_tables(rows: Sequence[tuple[int, ...]], device: torch.device) -> _Tables:
-    chunks, host_chunks = _chunk_list(tuple(row[10] for row in rows), device)
+    chunks = _chunk_list(tuple(row[10] for row in rows), device)
     full = all(row[8] % BLOCK == 0 and row[10] % BLOCKS == 0 for row in rows)
-    host = torch.tensor(rows, dtype=torch.int64)
-    if device.type == "cpu":
-        return _Tables(host, chunks, full, (host, host_chunks))
-    host = host.pin_memory()
-    return _Tables(host.to(device, non_blocking=True), chunks, full, (host, host_chunks))
+    return _Tables(_upload(torch.tensor(rows, dtype=torch.int64), device), chunks, full)
 
 
-def _chunk_list(blocks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """int32 [programs, 2] for tensors of these sizes, on the device and in pinned memory.
+def _chunk_list(blocks: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 [programs, 2] on the device, for tensors of these sizes.
 
     Kept apart from the addresses, which may change with every step as gradients are allocated anew: for
     8 billion weights it has 4 million lines and takes the host 0.4 s.
@@ -182,14 +182,36 @@ def _chunk_list(blocks: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
         counts = torch.tensor([cdiv(count, BLOCKS) for count in blocks])
         tensor_of = torch.repeat_interleave(torch.arange(len(blocks)), counts)
         chunk_of = torch.arange(len(tensor_of)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        host = torch.stack((tensor_of, chunk_of), 1).to(torch.int32)
-        if device.type != "cpu":
-            host = host.pin_memory()
-        found = _chunk_lists[blocks, device] = (host.to(device, non_blocking=True), host)
+        found = _upload(torch.stack((tensor_of, chunk_of), 1).to(torch.int32), device)
+        _chunk_lists[blocks, device] = found
         while len(_chunk_lists) > _CACHED_CHUNK_LISTS:
             _chunk_lists.popitem(last=False)
     _chunk_lists.move_to_end((blocks, device))
     return found
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _upload(host: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, its contents there by the time that a launch after this one reads them.
+
+    A copy on a stream that captures would become a node of the graph and read `host` at each replay, from an
+    address that the allocator has long given to someone else. On another stream it happens now; memory asked
+    for there does not come from the graph's pool either.
+    """
+    if device.type == "cpu":
+        return host
+    if not _capturing(device):
+        return host.pin_memory().to(device, non_blocking=True)
+    with torch.cuda.stream(_upload_stream(device)):
+        return host.to(device)  # from pageable memory: returns when the bytes have arrived
+
+
+@functools.cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _cached_tables(items: Sequence[_Item], device: torch.device) -> _Tables:
@@ -201,8 +223,8 @@ def _cached_tables(items: Sequence[_Item], device: torch.device) -> _Tables:
         while len(_tables) > _CACHED_TABLES:
             _tables.popitem(last=False)
     _tables.move_to_end(key)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured.append(found)
+    if _capturing(device):
+        _captured[id(found)] = found
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanforge.config import JobConfig
+from titanforge.config import ConfigError, JobConfig
 from titanforge.models.registry import model_args
 from titanforge.parallelisms import (
     ParallelDims,
@@ -51,6 +51,12 @@ def model_overrides(config: JobConfig) -> dict[str, Any]:
     return {key: value for key, value in vars(config.model).items() if key not in NOT_OVERRIDES}
 
 
+def compute_dtype(config: JobConfig) -> str:
+    """What forward and backward compute in."""
+    training = config.training
+    return training.mixed_precision_param if training.dtype == "float32" else training.dtype
+
+
 def longest_sequence(config: JobConfig) -> int:
     """Tokens of the longest sequence that the model will see."""
     return max(config.training.seq_len, config.validation.seq_len or 0)
@@ -80,6 +86,11 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
         vocab_size=args.vocab_size,
         n_experts=getattr(args, "n_experts", 0),
     )
+    if config.compile.cuda_graph and getattr(args, "n_experts", 0) and compute_dtype(config) != "bfloat16":
+        raise ConfigError(
+            "compile.cuda_graph = true: experts in float32 go one by one, and the host waits for their loads:"
+            ' set training.mixed_precision_param = "bfloat16", or compile.cuda_graph = false'
+        )
     check_context_parallel(
         dims.cp,
         config.parallelism.context_parallel_method,
@@ -129,14 +140,15 @@ def parallelize(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
         pieces *= sequence_pieces(dims.cp, method)
     if pieces > 1:
         pad_sequences(model, pieces)  # after the others: it comes first in a call
-    apply_activation_checkpoint(
-        model, checkpointing.mode, checkpointing.selective_ac_option, checkpointing.preserve_rng_state
-    )
+    # Reading the generator's state waits for the device, which a captured step cannot; no model here draws
+    # numbers.
+    replay_random = checkpointing.preserve_rng_state and not config.compile.cuda_graph
+    apply_activation_checkpoint(model, checkpointing.mode, checkpointing.selective_ac_option, replay_random)
     if config.compile.enable and "model" in config.compile.components:
         apply_compile(model, config.compile.backend)
     if config.compile.enable and "loss" in config.compile.components:
         model.get_submodule("output").compile(backend=config.compile.backend, fullgraph=True)
-    compute = training.mixed_precision_param if training.dtype == "float32" else training.dtype
+    compute = compute_dtype(config)
     shard_mesh = dims.get_optional_mesh("dp_shard_cp")
     if shard_mesh is not None:
         apply_fsdp(

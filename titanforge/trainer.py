@@ -23,6 +23,7 @@ from titanforge.assembly import (
     huggingface_form,
     probe_forward,
 )
+from titanforge.captured import CapturedStep, CudaGraph, StaticBatches
 from titanforge.checkpoint import CheckpointError, CheckpointManager
 from titanforge.config import ConfigError, JobConfig, to_flat_dict, to_toml
 from titanforge.data import IGNORED, Batch, SourceSpec, build_tokenizer, build_train_loader, merge_states
@@ -108,6 +109,11 @@ class Trainer:
         self.source_tokens: dict[str, int] = {}  # of a mix: tokens read of each source, over all ranks
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._first_nonfinite = torch.full((), -1, dtype=torch.int64, device=self.device)
+        # What a step's device work reads of the host: tensors, since a captured step would keep numbers as
+        # they were.
+        self._divisor = torch.ones((), dtype=torch.float32, device=self.device)
+        self._valid_tokens = torch.ones((), dtype=torch.float32, device=self.device)
+        self._step_number = torch.zeros((), dtype=torch.int64, device=self.device)
         self._load()
         self._loaded_step = self.step
         self.metrics = self._owned(
@@ -124,6 +130,7 @@ class Trainer:
         self.profiler = self._owned(
             Profiler(config.profiling, self.dump_folder, self.runtime.rank, self.step, self.device.type)
         )
+        self.captured = self._build_captured() if config.compile.cuda_graph else None
         if self.is_main:
             announce(self)
         # Last, because it freezes what exists by now.
@@ -196,6 +203,19 @@ class Trainer:
             seed=self.seed,
         )
 
+    def _build_captured(self) -> CapturedStep[tuple[torch.Tensor, torch.Tensor | None]]:
+        """`_compute` as one CUDA graph, on micro-batches in memory that stays where it is."""
+        self._static = StaticBatches(self.device)
+        graph = CudaGraph(self.device)
+        self.metrics.watch_graph(graph)
+        return CapturedStep(
+            lambda: self._compute(self._static.batches),
+            graph,
+            ready=lambda: self.optimizer.capturable,
+            before_capture=self.optimizer.zero_grad,
+            around_capture=self.metrics.pause,
+        )
+
     # ---------------------------------------------------------------- the loop
 
     def train(self) -> None:
@@ -242,34 +262,17 @@ class Trainer:
             schedule.min_lr_factor,
         )
         self.optimizer.set_lr(factor)
-        self.optimizer.zero_grad()
-        self.optimizer.begin_step(self.micro_batches)
+        self._divisor.fill_(self.sync.gradient_divisor(tokens_by_replica))
+        self._valid_tokens.fill_(valid_tokens)
+        self._step_number.fill_(self.step + 1)
         self.sync.begin_step(self.micro_batches, tokens_by_replica)
-        divisor = self.sync.gradient_divisor(tokens_by_replica)
-        loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        for index, batch in enumerate(batches):
-            set_is_last_micro_batch(self.model, index == len(batches) - 1)
-            self.sync.before_backward(index)
-            batch = batch.to(self.device)
-            loss_sum = self.model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
-            # The gradient of every rank is its share of the mean over the whole global batch (over the
-            # replica's part of it if replicas step by themselves), so sums over ranks and micro-batches
-            # need no further division, however the padding is spread.
-            share = loss_sum / divisor
-            # Fused weights change during backward, so it must be known by now whether they may.
-            self.optimizer.before_backward(index, self._may_apply(share.detach()))
-            share.backward()
-            loss += loss_sum.detach() / valid_tokens
-        self.sync.reduce_gradients()
-        grad_norm, scale = self.optimizer.clip(self._clip_factor)
-        loss, grad_norm = self._over_ranks(loss, grad_norm)
-        apply_flag = self._check_finite(loss, grad_norm)
-        self.sync.step(self.optimizer, apply_flag, scale)
-        if (statistics := self.model.step_statistics()) is not None:
-            self.ledger.all_reduce(
-                statistics, self.dims.get_group("loss"), axis="loss", purpose="model statistics"
-            )
-            self.model.end_step(apply_flag)
+        if self.captured is None:
+            self.optimizer.begin_step(self.micro_batches)
+            loss, grad_norm = self._compute(batches)
+        else:
+            self.optimizer.begin_captured_step(self.micro_batches)
+            self._static.fill(batches)
+            loss, grad_norm = self.captured()
         self.step += 1
         self.tokens_seen += valid_tokens
         self.metrics.sync_events(self.step, self.sync.take_events())
@@ -287,6 +290,38 @@ class Trainer:
         )
         if self.metrics.due(self.step):
             self._stop_if_nonfinite()
+
+    def _compute(self, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Device side of a step: forward, backward and update. Returns the loss, and the gradient's norm."""
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
+        for index, batch in enumerate(batches):
+            set_is_last_micro_batch(self.model, index == len(batches) - 1)
+            self.sync.before_backward(index)
+            batch = batch.to(self.device)
+            loss_sum = self.model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
+            # The gradient of every rank is its share of the mean over the whole global batch (over the
+            # replica's part of it if replicas step by themselves), so sums over ranks and micro-batches
+            # need no further division, however the padding is spread.
+            share = loss_sum / self._divisor
+            # Fused weights change during backward, so it must be known by now whether they may.
+            self.optimizer.before_backward(index, self._may_apply(share.detach()))
+            share.backward()
+            loss += loss_sum.detach() / self._valid_tokens
+        self.sync.reduce_gradients()
+        grad_norm, scale = self.optimizer.clip(self._clip_factor)
+        loss, grad_norm = self._over_ranks(loss, grad_norm)
+        apply_flag = self._check_finite(loss, grad_norm)
+        if self.captured is None:
+            self.sync.step(self.optimizer, apply_flag, scale)
+        else:  # its host side is done
+            self.optimizer.apply_step(apply_flag, scale)
+        if (statistics := self.model.step_statistics()) is not None:
+            self.ledger.all_reduce(
+                statistics, self.dims.get_group("loss"), axis="loss", purpose="model statistics"
+            )
+            self.model.end_step(apply_flag)
+        return loss, grad_norm
 
     def _clip_factor(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of the gradients in `.grad`, and the factor that the optimizer has yet to apply."""
@@ -376,8 +411,8 @@ class Trainer:
         if grad_norm is not None:
             finite &= torch.isfinite(grad_norm)
         self._nonfinite_steps += ~finite
-        first = torch.where(finite, self._first_nonfinite, self.step + 1)
-        self._first_nonfinite = torch.where(self._first_nonfinite < 0, first, self._first_nonfinite)
+        first = torch.where(finite, self._first_nonfinite, self._step_number)
+        self._first_nonfinite.copy_(torch.where(self._first_nonfinite < 0, first, self._first_nonfinite))
         if self.config.training.nonfinite_loss == "stop":
             # Sticky: nothing after the bad step is applied either, however late the host looks.
             finite = self._first_nonfinite < 0

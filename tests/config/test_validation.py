@@ -13,6 +13,7 @@ from titanforge.config.ranks import COORDINATE_RULES
 from titanforge.config.rules import MATRIX_RULES, RULE_KEYS
 from titanforge.config.validation import CHECKPOINT_PARTS, DATASETS, TORCH_OPTIM_RULES
 from titanforge.data import sources
+from titanforge.layout import build_dims, check_model
 from titanforge.optim.baseline import BASELINE_RULES
 from titanforge.optim.registry import NESTEROV_RULES, RULES, build_rule
 
@@ -563,3 +564,30 @@ def test_policies_that_average_need_a_step_in_halves_and_plain_states():
 def test_keys_that_a_policy_does_not_read_are_named(arguments, key):
     (warning,) = validate(REPLICAS, *arguments, world_size=2)
     assert warning.startswith(key)
+
+
+@pytest.mark.parametrize(
+    "arguments, where, reason",
+    [
+        ([], {"device": "cpu"}, "no CUDA device"),
+        ([], {"world_size": 2}, "2 were started"),
+        (["--optimizer.implementation=fused"], {}, 'optimizer.implementation = "fused"'),
+        (["--optimizer.name=Dobb"], {}, "dobb"),
+        (["--optimizer.name=Dion"], {}, "dion"),
+        (["--training.enable_cpu_offload"], {}, "training.enable_cpu_offload"),
+    ],
+)
+def test_what_a_captured_step_does_not_take(arguments, where, reason):
+    captured = "--compile.cuda_graph"
+    assert validate(captured) == validate(captured, "--job.dry_run", device="cpu") == []
+    message = refusal_of(captured, *arguments, **where)
+    assert message.startswith("compile.cuda_graph = true: ") and reason in message
+    assert message.endswith("set compile.cuda_graph = false")
+
+
+def test_experts_in_float32_are_not_captured():
+    model = ["--model.name=qwen3", "--model.flavor=debugmodel_moe", "--compile.cuda_graph"]
+    check_model(load_config(model), build_dims(load_config(model), 1))
+    wide = load_config([*model, "--training.mixed_precision_param=float32"])
+    with pytest.raises(ConfigError, match=r"compile\.cuda_graph = true: experts"):
+        check_model(wide, build_dims(wide, 1))

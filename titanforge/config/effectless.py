@@ -163,7 +163,7 @@ DEPENDENCES = (
         "activation_checkpoint.mode is none",
     ),
     Dependence(
-        ("compile.",),
+        ("compile.components", "compile.backend"),
         lambda config, device: config.compile.enable,
         "compile.enable is false",
     ),

@@ -47,6 +47,7 @@ def validate_config(config: JobConfig, world_size: int, device_type: str) -> lis
     _check_dobb(config, world_size)
     warnings += _check_schedule(config)
     _check_forge(config, world_size)
+    _check_cuda_graph(config, world_size, device_type)
     _check_sync(config)
     _check_data(config)
     _check_validation(config)
@@ -222,6 +223,33 @@ def _check_forge(config: JobConfig, world_size: int) -> None:
             "training.enable_cpu_offload",
             "forge.enable = true updates weights on the device: set one of the two to false",
         )
+
+
+def _check_cuda_graph(config: JobConfig, world_size: int, device_type: str) -> None:
+    """A captured step is launches on one device, the same at every step."""
+    if not config.compile.cuda_graph:
+        return
+    rule = rule_name(config.optimizer.name)
+    reason = ""
+    if device_type == "cpu" and not config.job.dry_run:
+        reason = "there is no CUDA device here"
+    elif world_size > 1:
+        reason = f"runs on one rank as yet, and {world_size} were started"
+    elif config.optimizer.implementation != "native":
+        reason = (
+            f"optimizer.implementation = {show(config.optimizer.implementation)} keeps the learning rate on"
+            ' the host (take "native")'
+        )
+    elif rule == "dobb":
+        reason = (
+            'optimizer.name = "dobb" refreshes its bases at some steps, and a captured step never changes'
+        )
+    elif rule == "dion":
+        reason = 'optimizer.name = "dion" factorises matrices with routines that may wait for the device'
+    elif config.training.enable_cpu_offload:
+        reason = "training.enable_cpu_offload = true updates on the host"
+    if reason:
+        raise refusal(config, "compile.cuda_graph", f"{reason}: set compile.cuda_graph = false")
 
 
 def _check_sync(config: JobConfig) -> None:

@@ -128,6 +128,10 @@ class ForgeOptimizer(RuleOptimizer):
         for sink in self._sinks.values():
             sink.forget()
 
+    def begin_captured_step(self, num_micro_batches: int) -> None:
+        """The same: `begin_step` has uploaded by then."""
+        self.begin_step(num_micro_batches)
+
     @torch.no_grad()
     def before_backward(self, micro_batch_index: int, apply_flag: Tensor | None = None) -> None:
         """Device side, before the backward of one micro-batch: fused weights change in it.

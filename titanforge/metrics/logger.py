@@ -123,6 +123,11 @@ class MetricsLogger:
         self._paused_seconds = 0.0
         self._data_seconds = 0.0
 
+    def watch_graph(self, graph: Any) -> None:
+        """Steps are replays of a graph that holds its own memory: `graph.peak_bytes`."""
+        if self.memory is not None:
+            self.memory.graph = graph
+
     def begin_step(self) -> None:
         """A step begins. The first call starts the clock; later ones cost nothing."""
         if self._interval_start is None:

@@ -79,6 +79,8 @@ class MemoryPools:
         self.optimizer = optimizer
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         self.on_gpu = self.device.type == "cuda"
+        # Of a captured step: the allocator counts what its graph keeps as free (`peak_bytes` knows).
+        self.graph: Any = None
         self._retries = 0
         self._outside = 0
         if self.on_gpu:
@@ -109,6 +111,8 @@ class MemoryPools:
         values: dict[str, float | int] = {}
         if self.on_gpu:
             peak = torch.cuda.max_memory_allocated(self.device)
+            if self.graph is not None:
+                peak = max(peak, self.graph.peak_bytes)
             retries = torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0)
             values["memory/reserved_gib"] = torch.cuda.max_memory_reserved(self.device) / GIB
             values["memory/alloc_retries"] = retries

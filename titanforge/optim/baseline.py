@@ -33,6 +33,7 @@ class TorchOptimizer:
     """
 
     splits_steps: ClassVar[bool] = False
+    capturable: ClassVar[bool] = False
 
     def __init__(self, groups: Sequence[ParamGroupSpec], implementation: str) -> None:
         self.groups = list(groups)
@@ -121,6 +122,13 @@ class TorchOptimizer:
     def before_backward(self, micro_batch_index: int, apply_flag: Tensor | None = None) -> None:
         """As `RuleOptimizer.before_backward`."""
 
+    def begin_captured_step(self, num_micro_batches: int) -> None:
+        """Raises ValueError: the learning rate is a number on the host, which a captured step would keep."""
+        raise ValueError(
+            'compile.cuda_graph = true needs optimizer.implementation = "native", '
+            f"not {self.implementation!r}"
+        )
+
     def clip(
         self, from_gradients: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -172,6 +180,10 @@ class TorchOptimizer:
         for local in self._locals:
             local.grad = None
         self._count += 1 if apply_flag is None else (apply_flag != 0).to(self._device, torch.int64)
+
+    def apply_step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
+        """As `step`."""
+        self.step(apply_flag, grad_scale)
 
     def refresh_master_weights(self) -> None:
         """There are none."""

@@ -225,6 +225,16 @@ class RuleOptimizer:
         if self.capture is not None:
             self.capture.begin_step(num_micro_batches)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a step's device side waits for nothing any more: it can be captured in a CUDA graph."""
+        return self._fp8.calibrated
+
+    def begin_captured_step(self, num_micro_batches: int) -> None:
+        """Host side of a step whose device side ends in `apply_step`: before it is captured or replayed."""
+        self.begin_step(num_micro_batches)
+        self.prepare_step()
+
     def before_backward(self, micro_batch_index: int, apply_flag: Tensor | None = None) -> None:
         """Before each backward; for engines that update during it, and for Dobb."""
         if self.capture is not None:

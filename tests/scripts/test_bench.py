@@ -46,6 +46,15 @@ def test_step_writes_its_report_and_shows_that_the_methods_train(tmp_path: Path)
     assert (tmp_path / "step.png").stat().st_size > 0
 
 
+def test_zoo_goes_through_a_shape_with_experts(tmp_path: Path) -> None:
+    done = run_script("zoo.py", "--cells", "qwen3-30B-A3B:32:eager+recomputed", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (cell,) = json.loads((tmp_path / "zoo.json").read_text())["cells"]
+    assert cell["tokens_per_second"] > 0 and cell["last_loss"] > 0
+    done = run_script("zoo.py", "--cells", "qwen3-8B:32:fast", "--out", str(tmp_path))
+    assert done.returncode == 1 and "qwen3-8B:32:fast" in done.stderr
+
+
 def test_throughput_runs_arms_in_turn(tmp_path: Path) -> None:
     arms = ["ours:none:native", "ours:full:torch-fused"]
     done = run_script("throughput.py", "--no-compile", "--arms", *arms, "--out", str(tmp_path))

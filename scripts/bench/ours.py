@@ -130,12 +130,11 @@ class TorchAdamW:
 
 
 class Native:
-    """titanforge's own AdamW rule and engine, states in bf16."""
+    """titanforge's own rule and engine. config: what updates the bf16 weights, and how states are kept."""
 
-    def __init__(self, model: nn.Module, *, lr: float, max_norm: float) -> None:
+    def __init__(self, model: nn.Module, *, config: OptimizerConfig, max_norm: float) -> None:
         self.parameters = list(model.parameters())
         self.max_norm = max_norm
-        config = OptimizerConfig(name="AdamW", lr=lr, implementation="native", state_dtype="bfloat16")
         self.optimizer: Any = build_optimizer(model, config, training_dtype="bfloat16")
         self.optimizer.set_lr(1.0)
 
@@ -161,10 +160,9 @@ class Native:
 class Forge:
     """The same rule run in backward, where each weight gradient is made: no gradient is stored."""
 
-    def __init__(self, model: nn.Module, *, lr: float, max_norm: float, state_dtype: Any) -> None:
+    def __init__(self, model: nn.Module, *, config: OptimizerConfig, max_norm: float) -> None:
         if max_norm > 0:
             raise ValueError("the fused arms are timed without clipping: --max-norm 0")
-        config = OptimizerConfig(name="AdamW", lr=lr, implementation="native", state_dtype=state_dtype)
         tokens = torch.arange(8, device=next(model.parameters()).device)[None]
         self.optimizer: Any = build_forge_optimizer(
             model, config, "bfloat16", probe=lambda: model(tokens, None, None, tokens), steps=Steps()
@@ -199,11 +197,10 @@ def build_update(
     kind: str, model: nn.Module, *, lr: float, max_norm: float, capturable: bool = False
 ) -> Update:
     """One of `UPDATES` over all parameters of the model."""
-    if kind == "native":
-        return Native(model, lr=lr, max_norm=max_norm)
-    if kind.startswith("forge"):
-        state_dtype = "int8" if kind == "forge-int8" else "bfloat16"
-        return Forge(model, lr=lr, max_norm=max_norm, state_dtype=state_dtype)
+    if kind == "native" or kind.startswith("forge"):
+        state_dtype: Any = "int8" if kind == "forge-int8" else "bfloat16"
+        config = OptimizerConfig(name="AdamW", lr=lr, implementation="native", state_dtype=state_dtype)
+        return (Native if kind == "native" else Forge)(model, config=config, max_norm=max_norm)
     return TorchAdamW(model, lr=lr, max_norm=max_norm, fused=kind == "torch-fused", capturable=capturable)
 
 

@@ -9,8 +9,8 @@ engine, gradients in `.grad`): bf16 weights, bf16 states, 512 tokens, no clippin
 (`torch.cuda.max_memory_allocated`, after the warm-up steps) and eager times are those of plain steps; then
 the whole step is captured in one CUDA graph and timed again, without the host. Cells share worker processes:
 each begins with an empty allocator, and one that fails, or takes longer than `--cell-timeout`, ends its
-worker and not the others. `<out>/families.json` is written after every cell, and a cell that is in it already is not
-run again (`--again` runs it anew; `--resume FILE` reads an earlier report too).
+worker and not the others. `<out>/families.json` is written after every cell, and a cell that is in it already
+is not run again (`--again` runs it anew; `--resume FILE` reads an earlier report too).
 
 Beside our figures stand those of the FORGE paper's appendix I: another card, so compare ratios, not times.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -47,6 +48,7 @@ def attach(
     probe: Callable[[], Any],
     steps: Steps | None = None,
     seed: int = 0,
+    mesh: Mapping[str, int] | None = None,
     planner: Planner = plan,
 ) -> ForgeOptimizer:
     """Fuse the optimizer into a model's backward.
@@ -58,12 +60,15 @@ def attach(
     loss depends on. Called once; it leaves no
         trace in buffers or random states.
     seed: of stochastic rounding.
-    Raises ValueError on more than one rank.
+    mesh: ranks along each axis that shares the model or its batch; empty for a model that this rank trains
+        alone among others; None: one rank.
+    Raises ValueError where several ranks share the model.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    ranks = prod(mesh.values()) if mesh is not None else dist.get_world_size() if dist.is_initialized() else 1
+    if ranks > 1:
         raise ValueError(
-            f"forge.enable = true runs on one rank as yet, and {dist.get_world_size()} were started: start "
-            "one, or set forge.enable = false"
+            f"forge.enable = true runs on one rank as yet, and {ranks} were started: start one, or set "
+            "forge.enable = false"
         )
     steps, recipe = steps or Steps(), recipe or Recipe()
     captured = install_hooks(model, groups)

@@ -1,6 +1,6 @@
 """Tokens per second, memory and losses of the training job itself on several layouts of the same GPUs.
 
-    python scripts/bench/layouts.py                                    # every layout of two GPUs, Qwen3-8B's shape
+    python scripts/bench/layouts.py                              # all layouts of two GPUs, Qwen3-8B's shape
     python scripts/bench/layouts.py --cells one dp_shard=2 tp=2 --seq-len 8192
     python scripts/bench/layouts.py --cells cp=2,ring cp=2,ulysses --seq-len 131072 --recompute
     python scripts/bench/layouts.py --cells one ep=2 --config train_configs/qwen3_30b_a3b.toml
@@ -28,11 +28,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.harness import free_port, machine_facts, markdown_table, write_report
 
+ROOT = Path(__file__).resolve().parents[2]
 AXES = {
     "dp_replicate": "data_parallel_replicate_degree",
     "dp_shard": "data_parallel_shard_degree",
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             outcome["ranks"],
             outcome.get("tokens_per_second"),
             outcome.get("peak_gib"),
-            outcome["losses"][-1] if "losses" in outcome else outcome["error"].splitlines()[-1][:100],
+            f"{outcome['losses'][-1]:.4f}" if "losses" in outcome else outcome["error"][:120],
             difference(outcome.get("losses", []), reference),
         ]
         for outcome in outcomes
@@ -114,6 +114,7 @@ def run_cell(cell: str, layout: dict[str, Any], args: argparse.Namespace, folder
     settings: dict[str, Any] = {
         "job.dump_folder": folder,
         "training.steps": args.steps,
+        "lr_scheduler.warmup_steps": 2,
         "training.seq_len": args.seq_len,
         "training.global_batch_size": args.batch,
         "training.local_batch_size": max(1, args.batch // readers),
@@ -162,11 +163,9 @@ def run_cell(cell: str, layout: dict[str, Any], args: argparse.Namespace, folder
     steps = [row for row in rows if "loss" in row and "validation_loss" not in row]
     if code != 0 or len(steps) <= args.skip:
         reason = "timed out" if code is None else f"exit code {code}"
-        tail = [
-            line for line in (folder / "log.txt").read_text(errors="replace").splitlines() if line.strip()
-        ]
-        told = [line for line in tail if "rror" in line] or tail
-        return outcome | {"error": f"{reason}; {told[-1][:300] if told else 'no output'}"}
+        told = (folder / "log.txt").read_text(errors="replace").splitlines()
+        named = [line.strip() for line in told if "Error: " in line or line.startswith("error")]
+        return outcome | {"error": f"{reason}; {(named or told or ['no output'])[0][:300]}"}
     return outcome | {
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steps[args.skip :]),
         "peak_gib": max((row["peak_memory_gib"] or 0.0) for row in steps),

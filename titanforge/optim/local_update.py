@@ -162,6 +162,8 @@ def update_weight_alone(rule: UpdateRule, item: LocalWeight, h: Tensor) -> None:
 def update_state_global(rule: StateGlobalRule, items: Sequence[LocalWeight], h: Tensor) -> None:
     """U of a regime-2 rule, after A has run; same-shape matrices together."""
     for batch in _batches(items):
+        if runs_triton(batch[0].weight) and rule.update_in_place(batch, h):
+            continue  # copies too
         weights = [split_rows(item.weight, item.parts) for item in batch]
         states = [
             [split_rows(item.states[index].values, item.parts) for item in batch]
@@ -185,7 +187,7 @@ def update_state_global(rule: StateGlobalRule, items: Sequence[LocalWeight], h: 
                 _unstack_into(targets, new)
         for targets, new in zip(auxiliary, new_auxiliary):
             _unstack_into(targets, new)
-    write_copies(items)
+        write_copies(batch)
 
 
 def split_rows(tensor: Tensor, parts: int) -> Tensor:

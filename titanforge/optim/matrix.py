@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from titanforge.optim import in_place
 from titanforge.optim.elementwise import bias_corrections, moment_hyperparameters, slots_of
+from titanforge.optim.local_update import LocalWeight
 from titanforge.optim.matrix_options import MatrixOptions
 from titanforge.optim.newton_schulz import newton_schulz
 from titanforge.optim.rule import State, StateGlobalRule, select
@@ -118,18 +120,33 @@ class MatrixRule(StateGlobalRule):
         return self.move(w, update, h), state, auxiliary
 
 
-class Muon(MatrixRule):
-    """Orthogonalised momentum (Jordan et al. 2024): O = U V^T of M = U S V^T, by Newton-Schulz.
+class OrthogonalRule(MatrixRule):
+    """O = U V^T of M = U S V^T, by Newton-Schulz."""
+
+    def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
+        muon = self.options.muon
+        return newton_schulz(m, muon.steps, coefficients=muon.coefficients), m, ()
+
+    def update_in_place(self, batch: Sequence[LocalWeight], h: Tensor) -> bool:
+        muon, shape, parts = self.options.muon, batch[0].weight.shape, batch[0].parts
+        return in_place.orthogonal_update(
+            batch,
+            h,
+            steps=muon.steps,
+            coefficients=muon.coefficients,
+            scale=self.scale(shape[-2] // parts, shape[-1]),
+            nesterov=self.u_reads_gradient,
+        )
+
+
+class Muon(OrthogonalRule):
+    """Orthogonalised momentum (Jordan et al. 2024).
 
     With the shared scale tau sqrt(max(m, n)), tau = 0.2, the update's root mean square matches AdamW's (Liu
     et al. 2025), so that one learning rate serves both rules of a run. Its own is sqrt(max(1, m / n)).
     """
 
     name = "muon"
-
-    def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
-        muon = self.options.muon
-        return newton_schulz(m, muon.steps, coefficients=muon.coefficients), m, ()
 
     def own_scale(self, rows: int, columns: int) -> float:
         return math.sqrt(max(1.0, rows / max(columns, 1)))
@@ -156,7 +173,7 @@ def unit_columns(x: Tensor) -> Tensor:
     return torch.where(norm > 0, x / norm, 0.0)
 
 
-class Scion(MatrixRule):
+class Scion(OrthogonalRule):
     """Steps on the spectral-norm ball (Pethick et al. 2025): M <- mu M + (1 - mu) G;
     W <- W - lr wd W - lr sqrt(out / in) O(M).
 
@@ -168,10 +185,6 @@ class Scion(MatrixRule):
 
     def own_hyperparameters(self, options: Mapping[str, float], step: int) -> tuple[float, ...]:
         return (options["momentum"], 1.0 - options["momentum"])
-
-    def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
-        muon = self.options.muon
-        return newton_schulz(m, muon.steps, coefficients=muon.coefficients), m, ()
 
     def scale(self, rows: int, columns: int) -> float:
         return self.own_scale(rows, columns)

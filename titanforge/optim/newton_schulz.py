@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from titanforge.kernels.newton_schulz import newton_schulz_iterations
 from titanforge.optim.matrix_options import QUINTIC
 
 _NORM_FLOOR = 1e-7
@@ -28,12 +29,14 @@ def newton_schulz(
         return matrices.float()
     if dtype is None:
         dtype = torch.float32 if matrices.device.type == "cpu" else torch.bfloat16
-    a, b, c = coefficients
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
+    norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = (matrices.float() / norm.clamp_min(_NORM_FLOOR)).to(dtype)
+    x = x.reshape(-1, *matrices.shape[-2:]).contiguous()
+    return newton_schulz_iterations(x, steps, coefficients).view(matrices.shape).float()
+
+
+def orthogonalized_(x: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
+    """The same of a contiguous stack [N, m, n] in its own dtype, with no fp32 copy; x is scratch afterwards."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    x = (x.float() / norm.clamp_min(_NORM_FLOOR)).to(dtype)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return (x.mT if tall else x).float()
+    x.mul_(norm.clamp_min_(_NORM_FLOOR).reciprocal_())
+    return newton_schulz_iterations(x, steps, coefficients)

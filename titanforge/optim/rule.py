@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -20,6 +20,7 @@ from titanforge.kernels.references import COMMON_HYPER_NAMES, HYPER_NAMES, REFER
 
 if TYPE_CHECKING:
     from titanforge.kernels.epilogues import Epilogue
+    from titanforge.optim.local_update import LocalWeight
 
 State = tuple[Tensor, ...]
 """A weight's states in the order of its rule's slots."""
@@ -198,6 +199,13 @@ class StateGlobalRule(LocalStateRule):
     ) -> tuple[Tensor, State, State]:
         """U with all that it writes: weight, states and auxiliary states, out of place."""
         return self.weight_update(w, state, h, g), state, auxiliary
+
+    def update_in_place(self, batch: Sequence[LocalWeight], h: Tensor) -> bool:
+        """U of weights of one shape through kernels of the rule's own, on a GPU.
+
+        False, with nothing done: there are none for weights that are stored like these.
+        """
+        return False
 
     def update(self, g: Tensor, w: Tensor, state: State, h: Tensor) -> tuple[Tensor, State]:
         """state: that of A, then the auxiliary ones."""

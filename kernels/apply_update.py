@@ -1,0 +1,74 @@
+"""W <- (1 - lr wd) W - lr s O of many weights in one launch, from updates that lie in one stack."""
+
+# Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from titanforge.kernels._triton import LAUNCH_OPTIONS, cdiv, jit, tl
+from titanforge.kernels.pointers import address_table, element_type
+
+_CHUNK = 4096
+
+
+@jit(unspecialized=("scale",))
+def apply_update_kernel(
+    table_ptr, update_ptr, h_ptr, scale, numel,
+    W_TYPE: tl.constexpr, COPY_TYPE: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one weight. table: int64 [weights, 2], addresses of the weight and of its rounded copy.
+    h: (apply, lr, weight_decay, ...). Grid: chunks, weights.
+    """
+    if tl.load(h_ptr) != 0:
+        weight = tl.program_id(1).to(tl.int64)
+        w_ptr = tl.load(table_ptr + 2 * weight).to(tl.pointer_type(W_TYPE))
+        copy_ptr = tl.load(table_ptr + 2 * weight + 1).to(tl.pointer_type(COPY_TYPE))
+        if ALIGNED:
+            w_ptr = tl.multiple_of(w_ptr, 16)
+            copy_ptr = tl.multiple_of(copy_ptr, 16)
+        index = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+        inside = index < numel
+        lr, decay = tl.load(h_ptr + 1), tl.load(h_ptr + 2)
+        w = tl.load(w_ptr + index, mask=inside, other=0.0).to(tl.float32)
+        update = tl.load(update_ptr + weight * numel + index, mask=inside, other=0.0).to(tl.float32)
+        moved = (w - (lr * decay) * w) - lr * (scale * update)
+        tl.store(w_ptr + index, moved.to(W_TYPE), mask=inside)
+        if COPY:
+            tl.store(copy_ptr + index, moved.to(COPY_TYPE), mask=inside)
+
+
+def apply_updates(
+    weights: Sequence[Tensor], copies: Sequence[Tensor | None], updates: Tensor, hyper: Tensor, scale: float
+) -> None:
+    """In place; nothing changes where hyper[0] is 0.
+
+    weights: contiguous, of one shape and dtype. copies: of the same shape and one dtype, take the weights
+    rounded to nearest; or None. updates: contiguous [len(weights), *shape].
+    """
+    numel, copied = weights[0].numel(), copies[0] is not None
+    copy_type = copies[0].dtype if copies[0] is not None else weights[0].dtype
+    tensors = [*weights, *(copy for copy in copies if copy is not None)]
+    apply_update_kernel[(cdiv(numel, _CHUNK), len(weights))](
+        address_table(list(zip(weights, copies)), updates.device), updates, hyper, scale, numel,
+        W_TYPE=element_type(weights[0].dtype), COPY_TYPE=element_type(copy_type), COPY=copied,
+        ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in tensors), CHUNK=_CHUNK, num_warps=8,
+        **LAUNCH_OPTIONS,
+    )  # fmt: skip
+
+
+def reference_apply_updates(
+    weights: Sequence[Tensor], copies: Sequence[Tensor | None], updates: Tensor, hyper: Tensor, scale: float
+) -> None:
+    """The same in plain torch."""
+    for weight, copy, update in zip(weights, copies, updates):
+        w = weight.float()
+        moved = (w - (hyper[1] * hyper[2]) * w) - hyper[1] * (scale * update.float())
+        moved = torch.where(hyper[0] != 0, moved, w)
+        weight.copy_(moved)
+        if copy is not None:
+            copy.copy_(torch.where(hyper[0] != 0, moved.to(copy.dtype), copy))

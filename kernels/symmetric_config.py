@@ -1,0 +1,136 @@
+"""Which form a symmetric product takes: the triangular kernel, with which tile, or the library's whole product.
+
+Half the products are saved where there are many tiles; where there are few, the diagonal and the library's
+better tiles outweigh it. `autotune_symmetric` measures on this machine and writes what `choose_symmetric`
+reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanforge.kernels._triton import INTERPRET, cdiv, next_power_of_2
+from titanforge.kernels.config import cache_path, device_name
+
+
+@dataclass(frozen=True)
+class SymmetricConfig:
+    """Tiles of `block` x `block`, `block_k` of the summed axis a step."""
+
+    block: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+_DEFAULT = SymmetricConfig(128, 64, 8, 4)
+_INTERPRETED = SymmetricConfig(16, 32, 4, 1)
+_FEWEST_TILES = 4
+"""Tiles along an edge below which the whole product is taken: (T + 1) / 2T of the work, at the lesser rate of
+a kernel without the library's hand-made schedule, is no gain."""
+_FEWEST_PROGRAMS = 96
+"""Below so many tiles in all, most multiprocessors would idle."""
+
+
+def candidates() -> list[SymmetricConfig]:
+    """What the autotuner tries."""
+    return [
+        SymmetricConfig(128, 64, 8, 4),
+        SymmetricConfig(128, 64, 4, 4),
+        SymmetricConfig(128, 64, 8, 3),
+        SymmetricConfig(128, 128, 8, 3),
+        SymmetricConfig(128, 32, 4, 4),
+        SymmetricConfig(64, 64, 4, 4),
+    ]
+
+
+def tuned_path() -> Path:
+    """File of what was measured: `symmetric.json` beside the tiles of the fused kernel."""
+    return cache_path().with_name("symmetric.json")
+
+
+def _key(name: str, m: int, k: int, count: int) -> str:
+    return f"{name}/{m}x{k}/{next_power_of_2(max(count, 1))}"
+
+
+@functools.cache
+def _tuned() -> dict[str, SymmetricConfig | None]:
+    try:
+        entries = json.loads(tuned_path().read_text())
+    except FileNotFoundError:
+        return {}
+    return {key: None if entry is None else SymmetricConfig(**entry) for key, entry in entries.items()}
+
+
+def choose_symmetric(m: int, k: int, count: int, device: torch.device) -> SymmetricConfig | None:
+    """For X X^T of `count` matrices X [m, k]: the kernel's tile, or None for the library's product."""
+    if device.type != "cuda":
+        return _INTERPRETED if INTERPRET else None
+    tuned = _tuned()
+    if tuned:
+        key = _key(device_name(device), m, k, count)
+        if key in tuned:
+            return tuned[key]
+    edge = cdiv(m, _DEFAULT.block)
+    programs = count * edge * (edge + 1) // 2
+    return _DEFAULT if edge >= _FEWEST_TILES and programs >= _FEWEST_PROGRAMS else None
+
+
+def remember_symmetric(
+    m: int, k: int, count: int, device: torch.device, best: SymmetricConfig | None
+) -> None:
+    """Add one entry to the file. Written aside and renamed, so that a reader never sees half of it."""
+    path = tuned_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = json.loads(path.read_text()) if path.exists() else {}
+    entries[_key(device_name(device), m, k, count)] = None if best is None else asdict(best)
+    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    aside.write_text(json.dumps(entries, indent=1, sort_keys=True))
+    aside.replace(path)
+    _tuned.cache_clear()
+
+
+def autotune_symmetric(
+    m: int,
+    k: int,
+    count: int,
+    device: torch.device,
+    *,
+    measure: Callable[[Sequence[Callable[[], Any]]], float],
+    remember: bool = True,
+) -> tuple[SymmetricConfig | None, list[tuple[float, SymmetricConfig | None]]]:
+    """The fastest form for `count` bf16 matrices [m, k], and all as (milliseconds, form); None is torch.bmm.
+
+    measure: time of functions that do the same on different buffers, as `kernels.timing.replay_time`.
+    """
+    from titanforge.kernels.symmetric import symmetric_product
+
+    copies = max(2, min(6, 1 + (200 << 20) // max(2 * count * m * (k + m), 1)))
+    inputs = [torch.randn(count, m, k, device=device, dtype=torch.bfloat16) for _ in range(copies)]
+    outputs = [torch.empty(count, m, m, device=device, dtype=torch.bfloat16) for _ in range(copies)]
+    timed: list[tuple[float, SymmetricConfig | None]] = []
+    for config in (None, *candidates()):
+
+        def call(index: int, config: SymmetricConfig | None = config) -> None:
+            symmetric_product(inputs[index], outputs[index], config=config)
+
+        try:
+            time = measure([functools.partial(call, index) for index in range(copies)])
+        except Exception as error:
+            # Triton raises its own types for shared memory and registers; which, differs between versions.
+            print(f"symmetric product {m}x{k}, {config}: {type(error).__name__}: {error}")
+            continue
+        timed.append((time, config))
+    timed.sort(key=lambda entry: entry[0])
+    best = timed[0][1]
+    if remember:
+        remember_symmetric(m, k, count, device, best)
+    return best, timed

@@ -1,0 +1,66 @@
+"""U of matrix rules on a GPU: low-precision stacks and kernels that write the weights, no fp32 copy of either.
+
+What `update_state_global` does in plain torch holds some ten times the matrices' bytes; here it is a bf16 stack
+of the momenta and another for the next iterate, so that a card's memory may be full of weights and states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from titanforge.kernels.apply_update import apply_updates
+from titanforge.kernels.codecs import decode
+from titanforge.optim.local_update import LocalWeight
+from titanforge.optim.newton_schulz import orthogonalized_
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def takes(batch: Sequence[LocalWeight]) -> bool:
+    """Whether the kernels can write these weights: plain floats, contiguous, alike."""
+    weights = [item.weight for item in batch]
+    copies = [item.copy for item in batch if item.copy is not None]
+    return (
+        all(item.codec is None for item in batch)
+        and len(copies) in (0, len(batch))
+        and all(tensor.is_contiguous() for tensor in (*weights, *copies))
+        and all(len({t.dtype for t in ts}) == 1 and ts[0].dtype in _FLOATS for ts in (weights, copies) if ts)
+    )
+
+
+def looked_at(batch: Sequence[LocalWeight], h: Tensor, nesterov: bool) -> Tensor:
+    """bf16 [len(batch), *shape]: the momenta, or with Nesterov h[3] G + h[4] M."""
+    shape, device = batch[0].weight.shape, batch[0].weight.device
+    stack = torch.empty(len(batch), *shape, dtype=torch.bfloat16, device=device)
+    if nesterov:
+        for row, item in zip(stack, batch):
+            row.copy_(item.gradient_or_zeros() * h[3] + h[4] * decode(item.states[0]))
+        return stack
+    plain = [
+        item.states[0].values if item.states[0].codec.kind == "plain" else decode(item.states[0])
+        for item in batch
+    ]
+    torch._foreach_copy_(list(stack.unbind(0)), plain)  # pyright: ignore[reportPrivateImportUsage]
+    return stack
+
+
+def orthogonal_update(
+    batch: Sequence[LocalWeight],
+    h: Tensor,
+    *,
+    steps: int,
+    coefficients: tuple[float, float, float],
+    scale: float,
+    nesterov: bool,
+) -> bool:
+    """W <- (1 - lr wd) W - lr s O(M) by Newton-Schulz; False, and nothing done, for weights stored otherwise."""
+    if not takes(batch):
+        return False
+    stack = looked_at(batch, h, nesterov)
+    parts, (rows, columns) = batch[0].parts, batch[0].weight.shape[-2:]
+    updates = orthogonalized_(stack.view(-1, rows // parts, columns), steps, coefficients)
+    apply_updates([item.weight for item in batch], [item.copy for item in batch], updates, h, scale)
+    return True

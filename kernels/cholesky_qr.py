@@ -2,73 +2,121 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, runs_triton
 from titanforge.kernels.cholesky_qr_kernel import (
-    factor_kernel,
+    advance_kernel,
     gram_kernel,
-    scale_column_kernel,
+    product_kernel,
+    scale_kernel,
     solve_kernel,
-    update_column_kernel,
 )
 
-TILE = 16 if INTERPRET else 32
-# Three TF32 products for an fp32 one: Cholesky QR squares the condition number, plain TF32 would not do.
 PRECISION = "ieee" if INTERPRET else "tf32x3"
+"""Of the small products within a diagonal tile; the others take two bf16 planes a factor."""
 
 
-def cholesky_qr_refresh(statistic: Tensor, basis: Tensor, relative_shift: float) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class CholeskyConfig:
+    """Tiles of the kernels: of the factorisation, of what is summed at a step, rows of a solve; per kernel the
+    warps and stages.
+    """
+
+    tile: int = 128
+    block_k: int = 32
+    rows: int = 128
+    warps: int = 4
+    stages: int = 3
+
+
+def config_for(width: int) -> CholeskyConfig:
+    """The tiles for blocks of a width."""
+    if INTERPRET:
+        return CholeskyConfig(64, 32, 32)
+    return CholeskyConfig() if width > 64 else CholeskyConfig(64, 32, 64)
+
+
+def cholesky_qr_refresh(
+    statistic: Tensor, basis: Tensor, relative_shift: float, config: CholeskyConfig | None = None
+) -> tuple[Tensor, Tensor]:
     """One orthogonal iteration: U <- CholeskyQR((C + eps I) U), eps = omega max_i sum_j |C_ij|, per block.
 
     statistic: fp32 [N, w, w], symmetric and positive semidefinite. basis: [N, w, w], fp32 or bf16; the result
     has its dtype. relative_shift: omega; the condition number of what is factorised stays below (1 + omega) /
-    omega for an orthonormal U.
+    omega for an orthonormal U. config: tiles, on a GPU; a block's result depends on them and on its own
+    values, not on the blocks beside it.
     Returns the bases, and bool [N]: a block that failed (not finite, not positive definite) keeps its basis.
     The host does not wait for the device.
     """
-    factorise = _triton_pass if runs_triton(statistic) else _reference_pass
-    return _refresh(statistic, basis, relative_shift, factorise)
+    if not runs_triton(statistic):
+        return reference_refresh(statistic, basis, relative_shift)
+    failed = torch.zeros(len(basis), dtype=torch.int32, device=basis.device)
+    fresh = _triton_refresh(
+        statistic.contiguous(), basis.contiguous(), relative_shift, failed,
+        config or config_for(basis.shape[-1]),
+    )  # fmt: skip
+    bad = (failed != 0) | ~torch.isfinite(fresh).all(dim=-1).all(dim=-1)
+    return torch.where(bad[:, None, None], basis, fresh), bad
 
 
 def reference_refresh(statistic: Tensor, basis: Tensor, relative_shift: float) -> tuple[Tensor, Tensor]:
     """The same through torch.linalg, on any device."""
-    return _refresh(statistic, basis, relative_shift, _reference_pass)
-
-
-def _refresh(statistic: Tensor, basis: Tensor, relative_shift: float, factorise) -> tuple[Tensor, Tensor]:
     u = basis.float()
     largest = statistic.abs().sum(dim=-1).amax(dim=-1)[:, None, None]
     # Scale does not matter to Q; without this the Gram matrix of a tiny statistic would underflow.
     q = torch.where(largest > 0, (statistic @ u) / largest + relative_shift * u, 0.0)
-    failed = torch.zeros(len(q), dtype=torch.int32, device=q.device)
+    failed = torch.zeros(len(q), dtype=torch.bool, device=q.device)
     for _ in range(2):
-        q = factorise(q, failed)
-    bad = (failed != 0) | ~torch.isfinite(q).all(dim=-1).all(dim=-1)
+        lower, info = torch.linalg.cholesky_ex(q.mT @ q)
+        failed |= info != 0
+        q = torch.linalg.solve_triangular(lower.mT, q, upper=True, left=False)
+    bad = failed | ~torch.isfinite(q).all(dim=-1).all(dim=-1)
     return torch.where(bad[:, None, None], basis, q.to(basis.dtype)), bad
 
 
-def _reference_pass(q: Tensor, failed: Tensor) -> Tensor:
-    lower, info = torch.linalg.cholesky_ex(q.mT @ q)
-    failed |= (info != 0).to(failed.dtype)
-    return torch.linalg.solve_triangular(lower.mT, q, upper=True, left=False)
+def _triton_refresh(
+    c: Tensor, u: Tensor, omega: float, failed: Tensor, config: CholeskyConfig
+) -> Tensor:
+    """Two passes; the bases, in u's dtype. failed: int32 [N], set to 1.
 
-
-def _triton_pass(q: Tensor, failed: Tensor) -> Tensor:
-    """q R^-1, R^T R = q^T q, fp32 [N, w, w]; in place if q is contiguous. failed: int32 [N], set to 1."""
-    q = q.contiguous()
-    count, width = q.shape[0], q.shape[-1]
-    panels = cdiv(width, TILE)
-    gram = torch.empty_like(q)
-    inverse = torch.empty(count, panels, TILE, TILE, device=q.device)
-    constants = {"TILE": TILE, "PRECISION": PRECISION, **LAUNCH_OPTIONS}
-    gram_kernel[(count, panels, panels)](q, gram, width, **constants)
-    for panel in range(panels):
-        if panel:
-            update_column_kernel[(count, panels - panel)](gram, width, panel, **constants)
-        factor_kernel[(count,)](gram, inverse, failed, width, panel, panels, TILE=TILE, **LAUNCH_OPTIONS)
-        if panel + 1 < panels:
-            scale_column_kernel[(count, panels - panel - 1)](gram, inverse, width, panel, panels, **constants)
-    solve_kernel[(count, panels)](q, gram, inverse, width, panels, **constants)
-    return q
+    Workspace: 8 bytes an element of the padded blocks.
+    """
+    count, width = u.shape[0], u.shape[-1]
+    tile = config.tile
+    panels = cdiv(width, tile)
+    padded = panels * tile
+    device = u.device
+    largest = torch.linalg.vector_norm(c, ord=1, dim=-1).amax(dim=-1)
+    q = torch.empty(2, count, padded, padded, dtype=torch.bfloat16, device=device)
+    gram = torch.empty(count, padded, padded, dtype=torch.float32, device=device)
+    inverse = torch.zeros(2, count, panels, tile, tile, dtype=torch.bfloat16, device=device)
+    fresh = torch.empty_like(u)
+    factor, plane, d_low = gram.view(torch.bfloat16), q[0].numel(), inverse[0].numel()
+    options: dict[str, Any] = {
+        "TILE": tile, "BLOCK_K": config.block_k, "TO_FP32": INTERPRET, "num_warps": config.warps,
+        "num_stages": config.stages, **LAUNCH_OPTIONS,
+    }  # fmt: skip
+    product_kernel[(count, panels, panels)](
+        c, u, largest, q, plane, width, padded, omega,
+        MASKED=width != padded, U_SPLIT=u.dtype == torch.float32, **options,
+    )  # fmt: skip
+    for last in (False, True):
+        gram_kernel[(count, panels, panels)](q, gram, plane, padded, **options)
+        for panel in range(panels):
+            below = panels - panel - 1
+            tasks = 1 if panel == 0 or not below else below + 2
+            advance_kernel[(count, tasks)](
+                gram, factor, inverse, failed, d_low, padded, panel, panels, PRECISION=PRECISION, **options
+            )
+            if below:
+                scale_kernel[(count, below)](gram, factor, inverse, d_low, padded, panel, panels, **options)
+        solve_kernel[(count, padded // config.rows)](
+            q, factor, inverse, fresh, plane, d_low, width, padded, panels,
+            LAST=last, ROWS=config.rows, **options,
+        )  # fmt: skip
+    return fresh

@@ -1,127 +1,316 @@
-"""Triton kernels of the batched Cholesky QR: Gram matrix, blocked factorisation, triangular solve.
+"""Triton kernels of the batched Cholesky QR: product, Gram matrix, blocked factorisation, triangular solve.
 
-All work on fp32 [N, w, w], row-major and contiguous, in square tiles; w need not be a multiple of the tile.
-The factorisation is left-looking: a column of tiles is read once for each later column and written twice;
-a right-looking one would write the whole rest at every step. Rows of a solve are independent, so that one
-program takes some rows through all columns.
+Matrices are [N, P, P], P = panels x TILE, padded with the identity, so that no inner loop has a mask. A
+factor in fp32 precision is the sum of two bf16 *planes*, high and low: three bf16 products, accumulated in
+fp32, then stand for an fp32 one (the fourth is below the rounding), at the tensor cores' full rate and in the
+bytes of fp32. Q is two planes of [N, P, P]. The Gram matrix is fp32; a column of its tiles turns into the
+planes of L where it stood: the high plane of a tile's row, then the low one.
+
+A panel of the factorisation is two launches: `advance_kernel` inverts the diagonal tile, and at the same time
+brings the tiles below it and the next diagonal tile up to date; `scale_kernel` multiplies by the inverse.
 """
 
+# Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from titanforge.kernels._triton import jit, tl
 
 
 @jit
-def _square(base, row, column, w, TILE: tl.constexpr):
-    """Pointers and mask of tile (row, column)."""
-    rows = row * TILE + tl.arange(0, TILE)
-    columns = column * TILE + tl.arange(0, TILE)
-    mask = (rows < w)[:, None] & (columns < w)[None, :]
-    return base + rows.to(tl.int64)[:, None] * w + columns[None, :], mask
+def _split(x):
+    """The high and the low plane of fp32 values."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
 
 
 @jit
-def gram_kernel(q_ptr, gram_ptr, w, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """gram = q^T q, tiles on and below the diagonal. Grid: N, w / TILE, w / TILE."""
-    batch, row, column = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    if column <= row:
-        q_base = q_ptr + batch * w * w
-        total = tl.zeros((TILE, TILE), dtype=tl.float32)
-        for step in range(tl.cdiv(w, TILE)):
-            left, left_mask = _square(q_base, step, row, w, TILE)
-            right, right_mask = _square(q_base, step, column, w, TILE)
-            a = tl.load(left, left_mask, other=0.0)
-            b = tl.load(right, right_mask, other=0.0)
-            total += tl.dot(tl.trans(a), b, input_precision=PRECISION)
-        out, mask = _square(gram_ptr + batch * w * w, row, column, w, TILE)
-        tl.store(out, total, mask)
+def _dot(a, b, total, TO_FP32: tl.constexpr):
+    if TO_FP32:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(a, b, total)
 
 
-@jit(unspecialized=("panel",))
-def update_column_kernel(gram_ptr, w, panel, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """A[i, panel] -= sum over p < panel of L[i, p] L[panel, p]^T, i >= panel. Grid: N, tiles from panel."""
-    batch, row = tl.program_id(0).to(tl.int64), panel + tl.program_id(1)
-    base = gram_ptr + batch * w * w
-    out, mask = _square(base, row, panel, w, TILE)
-    total = tl.load(out, mask, other=0.0)
-    for step in range(panel):
-        left, left_mask = _square(base, row, step, w, TILE)
-        right, right_mask = _square(base, panel, step, w, TILE)
-        a = tl.load(left, left_mask, other=0.0)
-        b = tl.load(right, right_mask, other=0.0)
-        total -= tl.dot(a, tl.trans(b), input_precision=PRECISION)
-    tl.store(out, total, mask)
+@jit
+def _dot3(a_high, a_low, b_high, b_low, total, TO_FP32: tl.constexpr):
+    total = _dot(a_low, b_high, total, TO_FP32)
+    total = _dot(a_high, b_low, total, TO_FP32)
+    return _dot(a_high, b_high, total, TO_FP32)
 
 
-@jit(unspecialized=("panel",))
-def factor_kernel(gram_ptr, inverse_ptr, failed_ptr, w, panel, panels, TILE: tl.constexpr):
-    """inverse[panel] = L[panel, panel]^-1 of the Cholesky factor of the diagonal tile. Grid: N.
-
-    A pivot that is not positive, or not finite, sets failed[n] and counts as 1: the rest stays finite.
+@jit
+def product_kernel(
+    c_ptr, u_ptr, largest_ptr, q_ptr, plane, w, P, omega,
+    MASKED: tl.constexpr, U_SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+    TO_FP32: tl.constexpr,
+):  # fmt: skip
+    """Q = C U / largest + omega U; 0 where `largest` is not positive. C: fp32 [N, w, w], U likewise, bf16 or
+    (U_SPLIT) fp32. Grid: N, panels, panels.
     """
     batch = tl.program_id(0).to(tl.int64)
-    place, mask = _square(gram_ptr + batch * w * w, panel, panel, w, TILE)
-    index = tl.arange(0, TILE)
-    rows, columns = index[:, None], index[None, :]
-    identity = tl.where(rows == columns, 1.0, 0.0)
-    a = tl.where(mask, tl.load(place, mask, other=0.0), identity)
-    lower = tl.zeros((TILE, TILE), dtype=tl.float32)
-    bad = 0
-    for k in range(TILE):
-        column = tl.sum(tl.where(columns == k, a, 0.0), axis=1)
-        pivot = tl.sum(tl.where(index == k, column, 0.0), axis=0)
-        good = (pivot > 0.0) & (pivot < float("inf"))  # pyright: ignore[reportOperatorIssue]
-        bad = tl.where(good, bad, 1)
-        root = tl.sqrt(tl.where(good, pivot, 1.0))
-        scaled = tl.where(index > k, column / root, 0.0)
-        scaled = tl.where(index == k, root, scaled)
-        lower = tl.where(columns == k, scaled[:, None], lower)
-        rest = tl.where(index > k, scaled, 0.0)
-        a = a - rest[:, None] * rest[None, :]
-    inverse = tl.zeros((TILE, TILE), dtype=tl.float32)
-    for k in range(TILE):
-        row = tl.sum(tl.where(rows == k, lower, 0.0), axis=0)
-        diagonal = tl.sum(tl.where(index == k, row, 0.0), axis=0)
-        before = tl.where(index < k, row, 0.0)
-        known = tl.sum(before[:, None] * inverse, axis=0)
-        solved = (tl.where(index == k, 1.0, 0.0) - known) / diagonal
-        inverse = tl.where(rows == k, solved[None, :], inverse)
-    out = inverse_ptr + (batch * panels + panel) * TILE * TILE + rows * TILE + columns
-    tl.store(out, inverse)
-    if bad != 0:
-        tl.store(failed_ptr + batch, 1)
-
-
-@jit(unspecialized=("panel",))
-def scale_column_kernel(gram_ptr, inverse_ptr, w, panel, panels, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """L[i, panel] = A[i, panel] L[panel, panel]^-T, i > panel. Grid: N, tiles below panel."""
-    batch, row = tl.program_id(0).to(tl.int64), panel + 1 + tl.program_id(1)
-    place, mask = _square(gram_ptr + batch * w * w, row, panel, w, TILE)
-    index = tl.arange(0, TILE)
-    inverse = tl.load(
-        inverse_ptr + (batch * panels + panel) * TILE * TILE + index[:, None] * TILE + index[None, :]
-    )
-    a = tl.load(place, mask, other=0.0)
-    tl.store(place, tl.dot(a, tl.trans(inverse), input_precision=PRECISION), mask)
+    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    c_base, u_base = c_ptr + batch * w * w, u_ptr + batch * w * w
+    total = tl.zeros((TILE, TILE), dtype=tl.float32)
+    for start in range(0, w, BLOCK_K):
+        steps = start + tl.arange(0, BLOCK_K)
+        c_places = c_base + rows[:, None] * w + steps[None, :]
+        u_places = u_base + steps[:, None] * w + columns[None, :]
+        if MASKED:
+            c = tl.load(c_places, (rows < w)[:, None] & (steps < w)[None, :], other=0.0)
+            u = tl.load(u_places, (steps < w)[:, None] & (columns < w)[None, :], other=0.0)
+        else:
+            c = tl.load(c_places)
+            u = tl.load(u_places)
+        high, low = _split(c)
+        if U_SPLIT:
+            u_high, u_low = _split(u)
+            total = _dot3(high, low, u_high, u_low, total, TO_FP32)
+        else:
+            total = _dot(low, u, total, TO_FP32)
+            total = _dot(high, u, total, TO_FP32)
+    inside = (rows < w)[:, None] & (columns < w)[None, :]
+    u = tl.load(u_base + rows[:, None] * w + columns[None, :], inside, other=0.0).to(tl.float32)
+    largest = tl.load(largest_ptr + batch)
+    q = tl.where(largest > 0, total / largest + omega * u, 0.0)
+    q = tl.where(inside, q, tl.where(rows[:, None] == columns[None, :], 1.0, 0.0))
+    high, low = _split(q)
+    out = q_ptr + batch * P * P + rows[:, None] * P + columns[None, :]
+    tl.store(out, high)
+    tl.store(out + plane, low)
 
 
 @jit
-def solve_kernel(q_ptr, gram_ptr, inverse_ptr, w, panels, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """q <- q R^-1 in place, R = L^T, for TILE rows. Grid: N, w / TILE."""
-    batch, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    q_base, l_base = q_ptr + batch * w * w, gram_ptr + batch * w * w
+def gram_kernel(
+    q_ptr, gram_ptr, plane, P, TILE: tl.constexpr, BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr
+):  # fmt: skip
+    """gram = Q^T Q, tiles on and below the diagonal. Grid: N, panels, panels."""
+    batch, row, column = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if column <= row:
+        index = tl.arange(0, TILE)
+        steps = tl.arange(0, BLOCK_K)
+        left = q_ptr + batch * P * P + steps[:, None] * P + (row * TILE + index)[None, :]
+        right = q_ptr + batch * P * P + steps[:, None] * P + (column * TILE + index)[None, :]
+        total = tl.zeros((TILE, TILE), dtype=tl.float32)
+        for _ in range(0, P, BLOCK_K):
+            a, a_low = tl.load(left), tl.load(left + plane)
+            b, b_low = tl.load(right), tl.load(right + plane)
+            total = _dot3(tl.trans(a), tl.trans(a_low), b, b_low, total, TO_FP32)
+            left += BLOCK_K * P
+            right += BLOCK_K * P
+        out = gram_ptr + batch * P * P + (row * TILE + index)[:, None] * P + (column * TILE + index)[None, :]
+        tl.store(out, total)
+
+
+@jit
+def _times_factor(
+    a_ptr, a_low, l_ptr, P, first, last, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+    A_IS_L: tl.constexpr, TO_FP32: tl.constexpr,
+):  # fmt: skip
+    """sum over the columns first .. last of A[:, k] L[:, k]^T, fp32 [ROWS, TILE].
+
+    a_ptr: A's first row, of Q (its low plane `a_low` elements on) or, A_IS_L, of L. l_ptr: L's first row.
+    """
+    steps = tl.arange(0, BLOCK_K)
+    total = tl.zeros((ROWS, TILE), dtype=tl.float32)
+    a_rows = a_ptr + tl.arange(0, ROWS)[:, None] * (2 * P if A_IS_L else P)
+    l_rows = l_ptr + tl.arange(0, TILE)[:, None] * (2 * P)
+    for start in range(first, last, BLOCK_K):
+        place = 2 * start - start % TILE + steps[None, :]  # of L: tile by tile, high plane before low
+        a_place = a_rows + (place if A_IS_L else start + steps[None, :])
+        a, a2 = tl.load(a_place), tl.load(a_place + a_low)
+        b, b2 = tl.load(l_rows + place), tl.load(l_rows + place + TILE)
+        total = _dot3(a, a2, tl.trans(b), tl.trans(b2), total, TO_FP32)
+    return total
+
+
+@jit
+def _eliminate(a, SIZE: tl.constexpr):
+    """L^-1 of the Cholesky factor of a [SIZE, SIZE], and whether a pivot was not positive or not finite.
+
+    Such a pivot counts as 1: the rest stays finite if it was.
+    """
+    index = tl.arange(0, SIZE)
+    rows, columns = index[:, None], index[None, :]
+    inverse = tl.where(rows == columns, 1.0, 0.0)
+    pivots = tl.full((SIZE,), 1.0, dtype=tl.float32)
+    bad = 0
+    for k in range(SIZE):
+        row = tl.sum(tl.where(rows == k, a, 0.0), axis=0)
+        inverse_row = tl.sum(tl.where(rows == k, inverse, 0.0), axis=0)
+        column = tl.sum(tl.where(columns == k, a, 0.0), axis=1)
+        pivot = tl.sum(tl.where(index == k, row, 0.0), axis=0)
+        good = (pivot > 0.0) & (pivot < float("inf"))
+        bad = tl.where(good, bad, 1)
+        pivot = tl.where(good, pivot, 1.0)
+        factor = tl.where(index > k, column / pivot, 0.0)
+        a = a - factor[:, None] * row[None, :]
+        inverse = inverse - factor[:, None] * inverse_row[None, :]
+        pivots = tl.where(index == k, pivot, pivots)
+    return inverse / tl.sqrt(pivots)[:, None], bad
+
+
+@jit
+def _ab(a, b, PRECISION: tl.constexpr):
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@jit
+def _abt(a, b, PRECISION: tl.constexpr):
+    return tl.dot(a, tl.trans(b), input_precision=PRECISION)
+
+
+@jit
+def _store_split(out, low, value):
+    high, rest = _split(value)
+    tl.store(out, high)
+    tl.store(out + low, rest)
+
+
+@jit
+def _invert_tile(tile_ptr, P, d_ptr, d_low, TILE: tl.constexpr, PRECISION: tl.constexpr):
+    """The planes of L^-1 of one diagonal tile, in quarters: four small eliminations and 32 small products.
+
+    Quarters above the diagonal are not written. Returns whether a pivot failed.
+    """
+    SIZE: tl.constexpr = TILE // 4
+    index = tl.arange(0, SIZE)
+    q = tile_ptr + index[:, None] * P + index[None, :]
+    down = SIZE * P
+    a00, a10, a20, a30 = tl.load(q), tl.load(q + down), tl.load(q + 2 * down), tl.load(q + 3 * down)
+    q += SIZE
+    a11, a21, a31 = tl.load(q + down), tl.load(q + 2 * down), tl.load(q + 3 * down)
+    q += SIZE
+    a22, a32 = tl.load(q + 2 * down), tl.load(q + 3 * down)
+    a33 = tl.load(q + SIZE + 3 * down)
+
+    i0, bad0 = _eliminate(a00, SIZE)
+    l10, l20, l30 = _abt(a10, i0, PRECISION), _abt(a20, i0, PRECISION), _abt(a30, i0, PRECISION)
+    a11 -= _abt(l10, l10, PRECISION)
+    a21 -= _abt(l20, l10, PRECISION)
+    a31 -= _abt(l30, l10, PRECISION)
+    a22 -= _abt(l20, l20, PRECISION)
+    a32 -= _abt(l30, l20, PRECISION)
+    a33 -= _abt(l30, l30, PRECISION)
+    i1, bad1 = _eliminate(a11, SIZE)
+    l21, l31 = _abt(a21, i1, PRECISION), _abt(a31, i1, PRECISION)
+    a22 -= _abt(l21, l21, PRECISION)
+    a32 -= _abt(l31, l21, PRECISION)
+    a33 -= _abt(l31, l31, PRECISION)
+    i2, bad2 = _eliminate(a22, SIZE)
+    l32 = _abt(a32, i2, PRECISION)
+    a33 -= _abt(l32, l32, PRECISION)
+    i3, bad3 = _eliminate(a33, SIZE)
+
+    out = d_ptr + index[:, None] * TILE + index[None, :]
+    step: tl.constexpr = SIZE * TILE
+    _store_split(out, d_low, i0)
+    _store_split(out + step + SIZE, d_low, i1)
+    _store_split(out + 2 * step + 2 * SIZE, d_low, i2)
+    _store_split(out + 3 * step + 3 * SIZE, d_low, i3)
+    v10 = -_ab(i1, _ab(l10, i0, PRECISION), PRECISION)
+    v21 = -_ab(i2, _ab(l21, i1, PRECISION), PRECISION)
+    v32 = -_ab(i3, _ab(l32, i2, PRECISION), PRECISION)
+    v20 = -_ab(i2, _ab(l20, i0, PRECISION) + _ab(l21, v10, PRECISION), PRECISION)
+    v31 = -_ab(i3, _ab(l31, i1, PRECISION) + _ab(l32, v21, PRECISION), PRECISION)
+    v30 = _ab(l30, i0, PRECISION) + _ab(l31, v10, PRECISION) + _ab(l32, v20, PRECISION)
+    v30 = -_ab(i3, v30, PRECISION)
+    _store_split(out + step, d_low, v10)
+    _store_split(out + 2 * step + SIZE, d_low, v21)
+    _store_split(out + 3 * step + 2 * SIZE, d_low, v32)
+    _store_split(out + 2 * step, d_low, v20)
+    _store_split(out + 3 * step + SIZE, d_low, v31)
+    _store_split(out + 3 * step, d_low, v30)
+    return bad0 + bad1 + bad2 + bad3
+
+
+@jit(unspecialized=("panel",))
+def advance_kernel(
+    gram_ptr, l_ptr, d_ptr, failed_ptr, d_low, P, panel, panels,
+    TILE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, TO_FP32: tl.constexpr,
+):  # fmt: skip
+    """Program 0 of a matrix: the inverse factor of the diagonal tile, which lacks the last panel's part alone.
+    The next ones: A[i, panel] -= sum over p < panel of L[i, p] L[panel, p]^T, i > panel. The last one: the same
+    of the next diagonal tile, without its last part. Grid: N, and these.
+    """
+    batch, task = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    gram_base, l_base = gram_ptr + batch * P * P, l_ptr + batch * P * P * 2
+    below = panels - panel - 1
+    ahead = task == below + 1
+    row = panel + tl.where(ahead, 1, task)
+    column = panel + tl.where(ahead, 1, 0)
+    first = tl.where(task == 0, tl.maximum(panel - 1, 0), 0) * TILE
     index = tl.arange(0, TILE)
-    for column in range(panels):
-        out, mask = _square(q_base, row, column, w, TILE)
-        x = tl.load(out, mask, other=0.0)
-        for step in range(column):
-            solved, solved_mask = _square(q_base, row, step, w, TILE)
-            factor, factor_mask = _square(l_base, column, step, w, TILE)
-            a = tl.load(solved, solved_mask, other=0.0)
-            b = tl.load(factor, factor_mask, other=0.0)
-            x -= tl.dot(a, tl.trans(b), input_precision=PRECISION)
-        inverse = tl.load(
-            inverse_ptr + (batch * panels + column) * TILE * TILE + index[:, None] * TILE + index[None, :]
+    out = gram_base + (row * TILE + index)[:, None] * P + (column * TILE + index)[None, :]
+    if panel > 0:
+        l_rows = l_base + row * TILE * 2 * P
+        l_columns = l_base + column * TILE * 2 * P
+        total = _times_factor(
+            l_rows, TILE, l_columns, P, first, panel * TILE, TILE, TILE, BLOCK_K, True, TO_FP32
         )
-        tl.store(out, tl.dot(x, tl.trans(inverse), input_precision=PRECISION), mask)
+        tl.store(out, tl.load(out) - total)
+    if task == 0:
+        tl.debug_barrier()  # the tile is read in quarters, by other threads than wrote it
+        tile = gram_base + panel * TILE * P + panel * TILE
+        bad = _invert_tile(
+            tile, P, d_ptr + (batch * panels + panel) * TILE * TILE, d_low, TILE, PRECISION
+        )
+        if bad != 0:
+            tl.store(failed_ptr + batch, 1)
+
+
+@jit(unspecialized=("panel",))
+def scale_kernel(
+    gram_ptr, l_ptr, d_ptr, d_low, P, panel, panels,
+    TILE: tl.constexpr, BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
+):  # fmt: skip
+    """L[i, panel] = A[i, panel] L[panel, panel]^-T, i > panel, in its planes. Grid: N, tiles below panel."""
+    batch, row = tl.program_id(0).to(tl.int64), panel + 1 + tl.program_id(1)
+    index, steps = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
+    a_ptr = gram_ptr + batch * P * P + (row * TILE + index)[:, None] * P + panel * TILE + steps[None, :]
+    d = d_ptr + (batch * panels + panel) * TILE * TILE + index[:, None] * TILE + steps[None, :]
+    total = tl.zeros((TILE, TILE), dtype=tl.float32)
+    for start in range(0, TILE, BLOCK_K):
+        high, low = _split(tl.load(a_ptr + start))
+        b, b_low = tl.load(d + start), tl.load(d + start + d_low)
+        total = _dot3(high, low, tl.trans(b), tl.trans(b_low), total, TO_FP32)
+    tl.debug_barrier()  # the planes are written over what was read
+    out = l_ptr + batch * P * P * 2 + (row * TILE + index)[:, None] * (2 * P) + panel * 2 * TILE
+    _store_split(out + index[None, :], TILE, total)
+
+
+@jit
+def solve_kernel(
+    q_ptr, l_ptr, d_ptr, out_ptr, plane, d_low, w, P, panels,
+    LAST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
+):  # fmt: skip
+    """Q <- Q R^-1 in place, R = L^T, for ROWS rows; LAST: into `out` [N, w, w] too. Grid: N, P / ROWS."""
+    batch = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    q_first = q_ptr + batch * P * P + tl.program_id(1) * ROWS * P
+    l_base = l_ptr + batch * P * P * 2
+    index, steps = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
+    own = tl.arange(0, ROWS)[:, None] * P
+    for column in range(panels):
+        l_rows = l_base + column * TILE * 2 * P
+        known = _times_factor(
+            q_first, plane, l_rows, P, 0, column * TILE, ROWS, TILE, BLOCK_K, False, TO_FP32
+        )
+        place = q_first + own + (column * TILE + index)[None, :]
+        rest = tl.load(place).to(tl.float32) + tl.load(place + plane).to(tl.float32) - known
+        _store_split(place, plane, rest)
+        tl.debug_barrier()  # read again below in other pieces
+        d = d_ptr + (batch * panels + column) * TILE * TILE + index[:, None] * TILE + steps[None, :]
+        a_ptr = q_first + own + column * TILE + steps[None, :]
+        total = tl.zeros((ROWS, TILE), dtype=tl.float32)
+        for start in range(0, TILE, BLOCK_K):
+            a, a_low = tl.load(a_ptr + start), tl.load(a_ptr + start + plane)
+            b, b_low = tl.load(d + start), tl.load(d + start + d_low)
+            total = _dot3(a, a_low, tl.trans(b), tl.trans(b_low), total, TO_FP32)
+        tl.debug_barrier()
+        _store_split(place, plane, total)
+        if LAST:
+            columns = column * TILE + index
+            out = out_ptr + batch * w * w + rows[:, None] * w + columns[None, :]
+            tl.store(out, total.to(out_ptr.dtype.element_ty), (rows < w)[:, None] & (columns < w)[None, :])
         tl.debug_barrier()  # other threads of this program read these columns next

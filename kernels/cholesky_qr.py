@@ -23,14 +23,17 @@ PRECISION = "ieee" if INTERPRET else "tf32x3"
 
 @dataclass(frozen=True)
 class CholeskyConfig:
-    """Tiles of the kernels: of the factorisation, of what is summed at a step, rows of a solve; per kernel the
-    warps and stages.
+    """tile: edge of the tiles. block_k: columns summed at a step. rows: of a solve's program. The rest: warps
+    of each kernel, and stages of all.
     """
 
     tile: int = 128
     block_k: int = 32
     rows: int = 128
-    warps: int = 4
+    product_warps: int = 8
+    gram_warps: int = 4
+    factor_warps: int = 8
+    solve_warps: int = 8
     stages: int = 3
 
 
@@ -38,7 +41,9 @@ def config_for(width: int) -> CholeskyConfig:
     """The tiles for blocks of a width."""
     if INTERPRET:
         return CholeskyConfig(64, 32, 32)
-    return CholeskyConfig() if width > 64 else CholeskyConfig(64, 32, 64)
+    if width > 64:
+        return CholeskyConfig()
+    return CholeskyConfig(64, 32, 64, product_warps=4, factor_warps=4, solve_warps=4)
 
 
 def cholesky_qr_refresh(
@@ -79,9 +84,7 @@ def reference_refresh(statistic: Tensor, basis: Tensor, relative_shift: float) -
     return torch.where(bad[:, None, None], basis, q.to(basis.dtype)), bad
 
 
-def _triton_refresh(
-    c: Tensor, u: Tensor, omega: float, failed: Tensor, config: CholeskyConfig
-) -> Tensor:
+def _triton_refresh(c: Tensor, u: Tensor, omega: float, failed: Tensor, config: CholeskyConfig) -> Tensor:
     """Two passes; the bases, in u's dtype. failed: int32 [N], set to 1.
 
     Workspace: 8 bytes an element of the padded blocks.
@@ -98,25 +101,30 @@ def _triton_refresh(
     fresh = torch.empty_like(u)
     factor, plane, d_low = gram.view(torch.bfloat16), q[0].numel(), inverse[0].numel()
     options: dict[str, Any] = {
-        "TILE": tile, "BLOCK_K": config.block_k, "TO_FP32": INTERPRET, "num_warps": config.warps,
-        "num_stages": config.stages, **LAUNCH_OPTIONS,
+        "TILE": tile, "BLOCK_K": config.block_k, "TO_FP32": INTERPRET, "num_stages": config.stages,
+        **LAUNCH_OPTIONS,
     }  # fmt: skip
+    factor_options = {**options, "num_warps": config.factor_warps}
     product_kernel[(count, panels, panels)](
         c, u, largest, q, plane, width, padded, omega,
-        MASKED=width != padded, U_SPLIT=u.dtype == torch.float32, **options,
+        MASKED=width != padded, U_SPLIT=u.dtype == torch.float32,
+        num_warps=config.product_warps, **options,
     )  # fmt: skip
     for last in (False, True):
-        gram_kernel[(count, panels, panels)](q, gram, plane, padded, **options)
+        gram_kernel[(count, panels, panels)](q, gram, plane, padded, num_warps=config.gram_warps, **options)
         for panel in range(panels):
             below = panels - panel - 1
             tasks = 1 if panel == 0 or not below else below + 2
             advance_kernel[(count, tasks)](
-                gram, factor, inverse, failed, d_low, padded, panel, panels, PRECISION=PRECISION, **options
-            )
+                gram, factor, inverse, failed, d_low, padded, panel, panels,
+                PRECISION=PRECISION, **factor_options,
+            )  # fmt: skip
             if below:
-                scale_kernel[(count, below)](gram, factor, inverse, d_low, padded, panel, panels, **options)
+                scale_kernel[(count, below)](
+                    gram, factor, inverse, d_low, padded, panel, panels, **factor_options
+                )
         solve_kernel[(count, padded // config.rows)](
             q, factor, inverse, fresh, plane, d_low, width, padded, panels,
-            LAST=last, ROWS=config.rows, **options,
+            LAST=last, ROWS=config.rows, num_warps=config.solve_warps, **options,
         )  # fmt: skip
     return fresh

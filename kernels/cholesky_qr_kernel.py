@@ -4,7 +4,7 @@ Matrices are [N, P, P], P = panels x TILE, padded with the identity, so that no 
 factor in fp32 precision is the sum of two bf16 *planes*, high and low: three bf16 products, accumulated in
 fp32, then stand for an fp32 one (the fourth is below the rounding), at the tensor cores' full rate and in the
 bytes of fp32. Q is two planes of [N, P, P]. The Gram matrix is fp32; a column of its tiles turns into the
-planes of L where it stood: the high plane of a tile's row, then the low one.
+planes of L where it stood, BLOCK_K columns of the high plane before the same of the low one.
 
 A panel of the factorisation is two launches: `advance_kernel` inverts the diagonal tile, and at the same time
 brings the tiles below it and the next diagonal tile up to date; `scale_kernel` multiplies by the inverse.
@@ -116,10 +116,10 @@ def _times_factor(
     a_rows = a_ptr + tl.arange(0, ROWS)[:, None] * (2 * P if A_IS_L else P)
     l_rows = l_ptr + tl.arange(0, TILE)[:, None] * (2 * P)
     for start in range(first, last, BLOCK_K):
-        place = 2 * start - start % TILE + steps[None, :]  # of L: tile by tile, high plane before low
+        place = 2 * start + steps[None, :]  # of L: BLOCK_K columns of the high plane before those of the low
         a_place = a_rows + (place if A_IS_L else start + steps[None, :])
         a, a2 = tl.load(a_place), tl.load(a_place + a_low)
-        b, b2 = tl.load(l_rows + place), tl.load(l_rows + place + TILE)
+        b, b2 = tl.load(l_rows + place), tl.load(l_rows + place + BLOCK_K)
         total = _dot3(a, a2, tl.trans(b), tl.trans(b2), total, TO_FP32)
     return total
 
@@ -169,59 +169,45 @@ def _store_split(out, low, value):
 
 @jit
 def _invert_tile(tile_ptr, P, d_ptr, d_low, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """The planes of L^-1 of one diagonal tile, in quarters: four small eliminations and 32 small products.
+    """The planes of V = L^-1 of one diagonal tile, in quarters, by rows. Returns whether a pivot failed.
 
-    Quarters above the diagonal are not written. Returns whether a pivot failed.
+    Runtime loops over pieces in memory: unrolled, the quarters would not fit in registers. Below the diagonal
+    the tile's memory takes L; V[i, j] stands at (j, i). Planes above the diagonal are not written.
     """
     SIZE: tl.constexpr = TILE // 4
     index = tl.arange(0, SIZE)
-    q = tile_ptr + index[:, None] * P + index[None, :]
-    down = SIZE * P
-    a00, a10, a20, a30 = tl.load(q), tl.load(q + down), tl.load(q + 2 * down), tl.load(q + 3 * down)
-    q += SIZE
-    a11, a21, a31 = tl.load(q + down), tl.load(q + 2 * down), tl.load(q + 3 * down)
-    q += SIZE
-    a22, a32 = tl.load(q + 2 * down), tl.load(q + 3 * down)
-    a33 = tl.load(q + SIZE + 3 * down)
-
-    i0, bad0 = _eliminate(a00, SIZE)
-    l10, l20, l30 = _abt(a10, i0, PRECISION), _abt(a20, i0, PRECISION), _abt(a30, i0, PRECISION)
-    a11 -= _abt(l10, l10, PRECISION)
-    a21 -= _abt(l20, l10, PRECISION)
-    a31 -= _abt(l30, l10, PRECISION)
-    a22 -= _abt(l20, l20, PRECISION)
-    a32 -= _abt(l30, l20, PRECISION)
-    a33 -= _abt(l30, l30, PRECISION)
-    i1, bad1 = _eliminate(a11, SIZE)
-    l21, l31 = _abt(a21, i1, PRECISION), _abt(a31, i1, PRECISION)
-    a22 -= _abt(l21, l21, PRECISION)
-    a32 -= _abt(l31, l21, PRECISION)
-    a33 -= _abt(l31, l31, PRECISION)
-    i2, bad2 = _eliminate(a22, SIZE)
-    l32 = _abt(a32, i2, PRECISION)
-    a33 -= _abt(l32, l32, PRECISION)
-    i3, bad3 = _eliminate(a33, SIZE)
-
+    piece = tile_ptr + index[:, None] * P + index[None, :]
     out = d_ptr + index[:, None] * TILE + index[None, :]
-    step: tl.constexpr = SIZE * TILE
-    _store_split(out, d_low, i0)
-    _store_split(out + step + SIZE, d_low, i1)
-    _store_split(out + 2 * step + 2 * SIZE, d_low, i2)
-    _store_split(out + 3 * step + 3 * SIZE, d_low, i3)
-    v10 = -_ab(i1, _ab(l10, i0, PRECISION), PRECISION)
-    v21 = -_ab(i2, _ab(l21, i1, PRECISION), PRECISION)
-    v32 = -_ab(i3, _ab(l32, i2, PRECISION), PRECISION)
-    v20 = -_ab(i2, _ab(l20, i0, PRECISION) + _ab(l21, v10, PRECISION), PRECISION)
-    v31 = -_ab(i3, _ab(l31, i1, PRECISION) + _ab(l32, v21, PRECISION), PRECISION)
-    v30 = _ab(l30, i0, PRECISION) + _ab(l31, v10, PRECISION) + _ab(l32, v20, PRECISION)
-    v30 = -_ab(i3, v30, PRECISION)
-    _store_split(out + step, d_low, v10)
-    _store_split(out + 2 * step + SIZE, d_low, v21)
-    _store_split(out + 3 * step + 2 * SIZE, d_low, v32)
-    _store_split(out + 2 * step, d_low, v20)
-    _store_split(out + 3 * step + SIZE, d_low, v31)
-    _store_split(out + 3 * step, d_low, v30)
-    return bad0 + bad1 + bad2 + bad3
+    down = SIZE * P
+    bad = 0
+    for s in range(4):
+        own = tl.load(piece + s * down + s * SIZE)
+        for t in range(s):
+            left = tl.load(piece + s * down + t * SIZE)
+            own -= _abt(left, left, PRECISION)
+        inverse, failed = _eliminate(own, SIZE)
+        bad += failed
+        tl.debug_barrier()
+        tl.store(piece + s * down + s * SIZE, inverse)
+        _store_split(out + s * SIZE * TILE + s * SIZE, d_low, inverse)
+        for r in range(s + 1, 4):
+            rest = tl.load(piece + r * down + s * SIZE)
+            for t in range(s):
+                left = tl.load(piece + r * down + t * SIZE)
+                right = tl.load(piece + s * down + t * SIZE)
+                rest -= _abt(left, right, PRECISION)
+            tl.debug_barrier()
+            tl.store(piece + r * down + s * SIZE, _abt(rest, inverse, PRECISION))
+        for t in range(s):
+            known = tl.zeros((SIZE, SIZE), dtype=tl.float32)
+            for u in range(t, s):
+                left = tl.load(piece + s * down + u * SIZE)
+                known += _ab(left, tl.load(piece + t * down + u * SIZE), PRECISION)
+            value = -_ab(inverse, known, PRECISION)
+            tl.store(piece + t * down + s * SIZE, value)
+            _store_split(out + s * SIZE * TILE + t * SIZE, d_low, value)
+        tl.debug_barrier()
+    return bad
 
 
 @jit(unspecialized=("panel",))
@@ -229,9 +215,9 @@ def advance_kernel(
     gram_ptr, l_ptr, d_ptr, failed_ptr, d_low, P, panel, panels,
     TILE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 of a matrix: the inverse factor of the diagonal tile, which lacks the last panel's part alone.
-    The next ones: A[i, panel] -= sum over p < panel of L[i, p] L[panel, p]^T, i > panel. The last one: the same
-    of the next diagonal tile, without its last part. Grid: N, and these.
+    """Program 0 of a matrix: the inverse factor of the diagonal tile, which lacks the last panel's part
+    alone. The next ones: A[i, panel] -= sum over p < panel of L[i, p] L[panel, p]^T, i > panel. The last one:
+    the same of the next diagonal tile, without its last part. Grid: N, and these.
     """
     batch, task = tl.program_id(0).to(tl.int64), tl.program_id(1)
     gram_base, l_base = gram_ptr + batch * P * P, l_ptr + batch * P * P * 2
@@ -242,19 +228,16 @@ def advance_kernel(
     first = tl.where(task == 0, tl.maximum(panel - 1, 0), 0) * TILE
     index = tl.arange(0, TILE)
     out = gram_base + (row * TILE + index)[:, None] * P + (column * TILE + index)[None, :]
-    if panel > 0:
-        l_rows = l_base + row * TILE * 2 * P
-        l_columns = l_base + column * TILE * 2 * P
-        total = _times_factor(
-            l_rows, TILE, l_columns, P, first, panel * TILE, TILE, TILE, BLOCK_K, True, TO_FP32
-        )
-        tl.store(out, tl.load(out) - total)
+    l_rows = l_base + row * TILE * 2 * P
+    l_columns = l_base + column * TILE * 2 * P
+    total = _times_factor(
+        l_rows, BLOCK_K, l_columns, P, first, panel * TILE, TILE, TILE, BLOCK_K, True, TO_FP32
+    )
+    tl.store(out, tl.load(out) - total)
     if task == 0:
         tl.debug_barrier()  # the tile is read in quarters, by other threads than wrote it
         tile = gram_base + panel * TILE * P + panel * TILE
-        bad = _invert_tile(
-            tile, P, d_ptr + (batch * panels + panel) * TILE * TILE, d_low, TILE, PRECISION
-        )
+        bad = _invert_tile(tile, P, d_ptr + (batch * panels + panel) * TILE * TILE, d_low, TILE, PRECISION)
         if bad != 0:
             tl.store(failed_ptr + batch, 1)
 
@@ -276,7 +259,8 @@ def scale_kernel(
         total = _dot3(high, low, tl.trans(b), tl.trans(b_low), total, TO_FP32)
     tl.debug_barrier()  # the planes are written over what was read
     out = l_ptr + batch * P * P * 2 + (row * TILE + index)[:, None] * (2 * P) + panel * 2 * TILE
-    _store_split(out + index[None, :], TILE, total)
+    place = 2 * index - index % BLOCK_K
+    _store_split(out + place[None, :], BLOCK_K, total)
 
 
 @jit

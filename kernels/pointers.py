@@ -19,9 +19,7 @@ _captured: list[tuple[Tensor, Tensor]] = []
 
 def address_table(rows: Sequence[Sequence[Tensor | None]], device: torch.device) -> Tensor:
     """int64 [len(rows), columns] of the tensors' addresses, 0 for None; kept while they stay the same."""
-    addresses = tuple(
-        tuple(0 if tensor is None else tensor.data_ptr() for tensor in row) for row in rows
-    )
+    addresses = tuple(tuple(0 if tensor is None else tensor.data_ptr() for tensor in row) for row in rows)
     key = (addresses, device)
     found = _tables.get(key)
     if found is None:

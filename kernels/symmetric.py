@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv
-from titanforge.kernels.symmetric_config import SymmetricConfig
+from titanforge.kernels.symmetric_config import SymmetricConfig, candidates, remember_symmetric
 from titanforge.kernels.symmetric_kernel import symmetric_product_kernel
 
 _GROUP = 8
@@ -28,9 +30,9 @@ def symmetric_product(
 ) -> Tensor:
     """out = alpha X X^T + beta add + diagonal I, fp32 accumulation, rounded once.
 
-    x: contiguous [N, m, k]; tall: contiguous [N, k, m], and the product is X^T X. out: contiguous [N, m, m] of
-    x's dtype, not x itself. add: symmetric, as out; diagonal only counts with it. config: the kernel's tile
-    (see `choose_symmetric`), or None for the library's product.
+    x: contiguous [N, m, k]; tall: contiguous [N, k, m], and the product is X^T X. out: contiguous [N, m, m]
+    of x's dtype, not x itself. add: symmetric, as out; diagonal only counts with it. config: the kernel's
+    tile (see `choose_symmetric`), or None for the library's product.
     """
     if config is None:
         return reference_symmetric_product(
@@ -76,3 +78,39 @@ def _tile_order(edge: int, device: torch.device) -> Tensor:
         key=lambda place: (place[0] // _GROUP, place[1] // _GROUP, place),
     )
     return torch.tensor(tiles, dtype=torch.int32).to(device)
+
+
+def autotune_symmetric(
+    m: int,
+    k: int,
+    count: int,
+    device: torch.device,
+    *,
+    measure: Callable[[Sequence[Callable[[], Any]]], float],
+    remember: bool = True,
+) -> tuple[SymmetricConfig | None, list[tuple[float, SymmetricConfig | None]]]:
+    """The fastest form for `count` bf16 matrices [m, k], and all as (milliseconds, form); None is torch.bmm.
+
+    measure: time of functions that do the same on different buffers, as `kernels.timing.replay_time`.
+    """
+    copies = max(2, min(6, 1 + (200 << 20) // max(2 * count * m * (k + m), 1)))
+    inputs = [torch.randn(count, m, k, device=device, dtype=torch.bfloat16) for _ in range(copies)]
+    outputs = [torch.empty(count, m, m, device=device, dtype=torch.bfloat16) for _ in range(copies)]
+    timed: list[tuple[float, SymmetricConfig | None]] = []
+    for config in (None, *candidates()):
+
+        def call(index: int, config: SymmetricConfig | None = config) -> None:
+            symmetric_product(inputs[index], outputs[index], config=config)
+
+        try:
+            time = measure([functools.partial(call, index) for index in range(copies)])
+        except Exception as error:
+            # Triton raises its own types for shared memory and registers; which, differs between versions.
+            print(f"symmetric product {m}x{k}, {config}: {type(error).__name__}: {error}")
+            continue
+        timed.append((time, config))
+    timed.sort(key=lambda entry: entry[0])
+    best = timed[0][1]
+    if remember:
+        remember_symmetric(m, k, count, device, best)
+    return best, timed

@@ -1,8 +1,8 @@
-"""Which form a symmetric product takes: the triangular kernel, with which tile, or the library's whole product.
+"""Which form a symmetric product takes: the triangular kernel, with which tile, or the library's product.
 
 Half the products are saved where there are many tiles; where there are few, the diagonal and the library's
-better tiles outweigh it. `autotune_symmetric` measures on this machine and writes what `choose_symmetric`
-reads.
+better tiles outweigh it. `symmetric.autotune_symmetric` measures on this machine and writes what
+`choose_symmetric` reads.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -96,41 +94,3 @@ def remember_symmetric(
     aside.write_text(json.dumps(entries, indent=1, sort_keys=True))
     aside.replace(path)
     _tuned.cache_clear()
-
-
-def autotune_symmetric(
-    m: int,
-    k: int,
-    count: int,
-    device: torch.device,
-    *,
-    measure: Callable[[Sequence[Callable[[], Any]]], float],
-    remember: bool = True,
-) -> tuple[SymmetricConfig | None, list[tuple[float, SymmetricConfig | None]]]:
-    """The fastest form for `count` bf16 matrices [m, k], and all as (milliseconds, form); None is torch.bmm.
-
-    measure: time of functions that do the same on different buffers, as `kernels.timing.replay_time`.
-    """
-    from titanforge.kernels.symmetric import symmetric_product
-
-    copies = max(2, min(6, 1 + (200 << 20) // max(2 * count * m * (k + m), 1)))
-    inputs = [torch.randn(count, m, k, device=device, dtype=torch.bfloat16) for _ in range(copies)]
-    outputs = [torch.empty(count, m, m, device=device, dtype=torch.bfloat16) for _ in range(copies)]
-    timed: list[tuple[float, SymmetricConfig | None]] = []
-    for config in (None, *candidates()):
-
-        def call(index: int, config: SymmetricConfig | None = config) -> None:
-            symmetric_product(inputs[index], outputs[index], config=config)
-
-        try:
-            time = measure([functools.partial(call, index) for index in range(copies)])
-        except Exception as error:
-            # Triton raises its own types for shared memory and registers; which, differs between versions.
-            print(f"symmetric product {m}x{k}, {config}: {type(error).__name__}: {error}")
-            continue
-        timed.append((time, config))
-    timed.sort(key=lambda entry: entry[0])
-    best = timed[0][1]
-    if remember:
-        remember_symmetric(m, k, count, device, best)
-    return best, timed

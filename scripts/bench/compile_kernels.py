@@ -27,19 +27,22 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from titanforge.kernels._triton import LAUNCH_OPTIONS
-from titanforge.kernels.cholesky_qr import PRECISION, TILE
+from titanforge.kernels.apply_update import apply_update_kernel
+from titanforge.kernels.cholesky_qr import PRECISION, CholeskyConfig
 from titanforge.kernels.cholesky_qr_kernel import (
-    factor_kernel,
+    advance_kernel,
     gram_kernel,
-    scale_column_kernel,
+    product_kernel,
+    scale_kernel,
     solve_kernel,
-    update_column_kernel,
 )
 from titanforge.kernels.codecs import CODECS
 from titanforge.kernels.config import _FEW_TOKENS, _FP32, _MANY_TOKENS, _MANY_TOKENS_HEAVY, _SMALL, TileConfig
 from titanforge.kernels.embedding import embedding_kernel
 from titanforge.kernels.epilogues import EPILOGUES, Epilogue
 from titanforge.kernels.flat import BLOCKS, flat_kernel
+from titanforge.kernels.symmetric_config import candidates
+from titanforge.kernels.symmetric_kernel import symmetric_product_kernel
 from titanforge.kernels.wgrad_kernel import wgrad_kernel
 
 POINTER = {
@@ -160,16 +163,49 @@ def embedding_source(
     return types, constants, {"num_warps": 4, "num_stages": 1}
 
 
-CHOLESKY_KERNELS = (
-    gram_kernel, update_column_kernel, factor_kernel, scale_column_kernel, solve_kernel
-)  # fmt: skip
+Specialisation = tuple[dict[str, Any], dict[str, Any], dict[str, int]]
 
 
-def cholesky_source() -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
-    """The same of the kernels of the Cholesky QR."""
-    pointers = {"q_ptr": "*fp32", "gram_ptr": "*fp32", "inverse_ptr": "*fp32", "failed_ptr": "*i32"}
-    types = {**pointers, **dict.fromkeys(("w", "panel", "panels"), "i32")}
-    return types, {"TILE": TILE, "PRECISION": PRECISION}, {"num_warps": 4, "num_stages": 3}
+def matrix_jobs() -> list[tuple[str, Any, Specialisation]]:
+    """The kernels of the matrix rules: Cholesky QR, symmetric products, updates of many weights."""
+    tiles = CholeskyConfig()
+    pointers = {
+        "c_ptr": "*fp32", "u_ptr": "*bf16", "largest_ptr": "*fp32", "q_ptr": "*bf16", "gram_ptr": "*fp32",
+        "l_ptr": "*bf16", "d_ptr": "*bf16", "failed_ptr": "*i32", "out_ptr": "*bf16",
+    }  # fmt: skip
+    numbers = dict.fromkeys(("plane", "d_low", "w", "P", "panel", "panels"), "i32")
+    constants = {
+        "TILE": tiles.tile, "BLOCK_K": tiles.block_k, "ROWS": tiles.rows, "TO_FP32": False, "MASKED": False,
+        "U_SPLIT": False, "PRECISION": PRECISION, "LAST": True,
+    }  # fmt: skip
+    warps = (
+        (product_kernel, tiles.product_warps), (gram_kernel, tiles.gram_warps),
+        (advance_kernel, tiles.factor_warps), (scale_kernel, tiles.factor_warps),
+        (solve_kernel, tiles.solve_warps),
+    )  # fmt: skip
+    listed: list[tuple[str, Any, Specialisation]] = [
+        (f"cholesky_qr/{kernel.fn.__name__}", kernel, ({**pointers, **numbers, "omega": "fp32"}, constants,
+        {"num_warps": count, "num_stages": tiles.stages}))
+        for kernel, count in warps
+    ]  # fmt: skip
+    for config in candidates():
+        types = {
+            **dict.fromkeys(("x_ptr", "add_ptr", "out_ptr"), "*bf16"), "order_ptr": "*i32", "m": "i32",
+            "k": "i32", **dict.fromkeys(("alpha", "beta", "diagonal"), "fp32"),
+        }  # fmt: skip
+        for tall in (False, True):
+            own = {"TALL": tall, "ADD": not tall, "MASK_M": True, "MASK_K": False, "BLOCK": config.block,
+                   "BLOCK_K": config.block_k, "TO_FP32": False}  # fmt: skip
+            name = f"symmetric/{'tall' if tall else 'wide'}/{config.block}x{config.block_k}"
+            stages = {"num_warps": config.warps, "num_stages": config.stages}
+            listed.append((f"{name}/w{config.warps}s{config.stages}", symmetric_product_kernel, (types, own,
+            stages)))  # fmt: skip
+    import triton.language as tl
+
+    types = {"table_ptr": "*i64", "update_ptr": "*bf16", "h_ptr": "*fp32", "scale": "fp32", "numel": "i32"}
+    own = {"W_TYPE": tl.float32, "COPY_TYPE": tl.bfloat16, "COPY": True, "ALIGNED": True, "CHUNK": 4096}
+    listed.append(("apply_update/bf16_master", apply_update_kernel, (types, own, {"num_warps": 8})))
+    return listed
 
 
 def compile_one(
@@ -181,7 +217,8 @@ def compile_one(
     values = {(names.index(name),): constants.get(name) for name in names if signature[name] == "constexpr"}
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name] not in
     ("constexpr",)
-                 and name not in ("tensor_id", "T", "hyper_length", "w", "panel", "panels")}  # fmt: skip
+                 and name not in ("tensor_id", "T", "hyper_length", "panel", "panels", "alpha", "beta",
+                 "diagonal", "omega", "scale")}  # fmt: skip
     source = ASTSource(function, signature, values, divisible)
     started = time.perf_counter()
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, **LAUNCH_OPTIONS})
@@ -233,9 +270,7 @@ def jobs(quick: bool) -> list[tuple[str, Any, tuple[dict[str, Any], dict[str, An
         if not quick:
             ragged = flat_source(adamw, recipe, aligned=False)
             listed.append((f"flat_ragged/adamw/{recipe}", flat_kernel, ragged))
-    listed += [
-        (f"cholesky_qr/{function.fn.__name__}", function, cholesky_source()) for function in CHOLESKY_KERNELS
-    ]
+    listed += matrix_jobs()
     stored = wgrad_source(adamw, "bf16", _FEW_TOKENS, masked=False, grouped=False, store=True)
     listed.append(("wgrad/store_gradient", wgrad_kernel, stored))
     full = wgrad_source(adamw, "fp32", _FP32, masked=False, grouped=False, operand="*fp32")

@@ -1,7 +1,7 @@
-"""U of matrix rules on a GPU: low-precision stacks and kernels that write the weights, no fp32 copy of either.
+"""U of matrix rules on a GPU: bf16 stacks, and kernels that write the weights; no fp32 copy of either.
 
-What `update_state_global` does in plain torch holds some ten times the matrices' bytes; here it is a bf16 stack
-of the momenta and another for the next iterate, so that a card's memory may be full of weights and states.
+What `update_state_global` does in plain torch holds some ten times the matrices' bytes; here it is a bf16
+stack of the momenta and another for the next iterate, so that weights and states may fill a card.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def orthogonal_update(
     scale: float,
     nesterov: bool,
 ) -> bool:
-    """W <- (1 - lr wd) W - lr s O(M) by Newton-Schulz; False, and nothing done, for weights stored otherwise."""
+    """W <- (1 - lr wd) W - lr s O(M) by Newton-Schulz. False, and nothing done, where `takes` is False."""
     if not takes(batch):
         return False
     stack = looked_at(batch, h, nesterov)

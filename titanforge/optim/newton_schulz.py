@@ -36,7 +36,7 @@ def newton_schulz(
 
 
 def orthogonalized_(x: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
-    """The same of a contiguous stack [N, m, n] in its own dtype, with no fp32 copy; x is scratch afterwards."""
+    """The same of a contiguous stack [N, m, n], in its dtype, no fp32 copy; x is scratch afterwards."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     x.mul_(norm.clamp_min_(_NORM_FLOOR).reciprocal_())
     return newton_schulz_iterations(x, steps, coefficients)

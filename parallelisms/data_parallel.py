@@ -7,6 +7,8 @@ policy owns their axis, and FSDP gets the 1-D shard mesh alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 _RESHARD = {"default": True, "always": True, "never": False}
 
@@ -28,6 +31,7 @@ def apply_fsdp(
     reduce_dtype: torch.dtype | None = torch.float32,
     reshard_policy: str = "default",
     cpu_offload: bool = False,
+    shard_dim: Callable[[nn.Parameter], int | None] | None = None,
 ) -> None:
     """Shard ``model`` over the 1-D ``mesh``: a group per block, one each for embedding and head.
 
@@ -45,6 +49,8 @@ def apply_fsdp(
             backward (one gather less, a whole model more memory). The head always stays gathered: its
             backward follows at once.
         cpu_offload: keep shards, gradients and states in host memory.
+        shard_dim: the dim along which a parameter is cut; None for the first. Others than the first must
+            be divisible by the ranks.
 
     Raises:
         ValueError: unknown policy or a mesh of more dimensions.
@@ -63,6 +69,7 @@ def apply_fsdp(
             param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         ),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+        "shard_placement_fn": None if shard_dim is None else _placement_function(shard_dim),
     }
     reshard_after_forward = _RESHARD[reshard_policy]
     embedding, head = getattr(model, "tok_embeddings", None), getattr(model, "output", None)
@@ -79,6 +86,16 @@ def apply_fsdp(
         module.set_gradient_divide_factor(1.0)
         # Without this a factor of 1 becomes NCCL's PREMUL_SUM, a slower path that gloo lacks.
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _placement_function(
+    shard_dim: Callable[[nn.Parameter], int | None],
+) -> Callable[[nn.Parameter], Shard | None]:
+    def place(parameter: nn.Parameter) -> Shard | None:
+        dim = shard_dim(parameter)
+        return None if dim is None else Shard(dim)
+
+    return place
 
 
 def set_is_last_micro_batch(model: nn.Module, is_last: bool, reduce_every: bool = True) -> None:

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from titanforge.config import ConfigError, JobConfig
-from titanforge.models.registry import model_args
+from titanforge.config.rules import rule_name
+from titanforge.models.registry import build_model, model_args
+from titanforge.optim import build_groups, shard_dims
 from titanforge.parallelisms import (
     ParallelDims,
     apply_activation_checkpoint,
@@ -78,6 +80,7 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
             overrides=model_overrides(config),
         )
         args.check()
+        _check_shards(config, dims)
     check_tensor_parallel(
         dims.tp,
         n_heads=args.n_heads,
@@ -98,6 +101,22 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
         tensor_degree=dims.tp,
         n_experts=getattr(args, "n_experts", 0),
     )
+
+
+def _check_shards(config: JobConfig, dims: ParallelDims) -> None:
+    """Whether the optimizer can update each shard of the weights by itself."""
+    shards = dims.degree("dp_shard_cp")
+    if shards == 1 or rule_name(config.optimizer.name) != "dobb":
+        return
+    with torch.device("meta"):
+        model, _ = build_model(
+            config.model.name,
+            config.model.flavor,
+            vocab_size=1,
+            seq_len=longest_sequence(config),
+            overrides=model_overrides(config),
+        )
+    shard_dims(build_groups(model, config.optimizer), shards)
 
 
 def axis_lines(config: JobConfig, dims: ParallelDims, args: Any) -> list[str]:
@@ -151,6 +170,8 @@ def parallelize(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
     compute = compute_dtype(config)
     shard_mesh = dims.get_optional_mesh("dp_shard_cp")
     if shard_mesh is not None:
+        # By the parameters themselves: names change under wrappers, and only here both are at hand.
+        dims_by_weight = shard_dims(build_groups(model, config.optimizer), shard_mesh.size())
         apply_fsdp(
             model,
             shard_mesh,
@@ -158,6 +179,7 @@ def parallelize(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
             reduce_dtype=DTYPES[training.mixed_precision_reduce],
             reshard_policy=config.parallelism.fsdp_reshard_after_forward,
             cpu_offload=training.enable_cpu_offload,
+            shard_dim=lambda param: dims_by_weight.get(id(param)),
         )
     else:
         apply_mixed_precision(model, DTYPES[compute])

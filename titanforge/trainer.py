@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from titanforge.interruption import Interrupted, NonFiniteLoss, StopSignal
 from titanforge.layout import build_dims, check_model, parallelize
 from titanforge.metrics import MetricsLogger, Profiler
 from titanforge.models.initialization import initialize_weights
-from titanforge.optim import build_optimizer, lr_factor
+from titanforge.optim import DataLinks, build_optimizer, lr_factor
 from titanforge.parallelisms import clip_factor, init_distributed, set_determinism, set_is_last_micro_batch
 from titanforge.report import announce, summarize
 from titanforge.run_folder import FolderLock, save_config
@@ -82,7 +83,7 @@ class Trainer:
         self.model, self.model_args = self._build_model()
         self.optimizer = self._build_optimizer()
         self.ledger = CommLedger()
-        self.optimizer.connect(self._reduce_second_moments, self._record_gather)
+        self.optimizer.connect(self._data_links())
         self.sync = self._owned(build_sync_policy(config.sync))
         self.sync.attach(
             self.model,
@@ -214,6 +215,20 @@ class Trainer:
             ready=lambda: self.optimizer.capturable,
             before_capture=self.optimizer.zero_grad,
             around_capture=self.metrics.pause,
+        )
+
+    def _data_links(self) -> DataLinks:
+        """How the optimizer reaches the ranks that see other data."""
+        shards, replicas = self.dims.get_group("dp_shard_cp"), self.dims.get_group("dp_replicate")
+        what, ledger = {"purpose": "second moments"}, self.ledger
+        scatter = partial(ledger.reduce_scatter, group=shards, axis="dp_shard", **what)
+        reduce = partial(ledger.all_reduce, group=replicas, axis="dp_replicate", **what)
+        return DataLinks(
+            shards=self.dims.degree("dp_shard_cp"),
+            shard=self.dims.get_mesh("dp_shard_cp").get_local_rank(),
+            reduce_scatter=None if shards is None else scatter,
+            all_reduce=None if replicas is None else reduce,
+            record=partial(ledger.record, "dp_shard"),
         )
 
     # ---------------------------------------------------------------- the loop
@@ -387,12 +402,6 @@ class Trainer:
             self._save_between_steps(position)
             self._interrupt(signalled)
         return batches, totals[:replicas]
-
-    def _reduce_second_moments(self, moments: torch.Tensor) -> None:
-        self.ledger.all_reduce(moments, self.dims.get_group("loss"), axis="loss", purpose="second moments")
-
-    def _record_gather(self, size: int) -> None:
-        self.ledger.record("dp_shard", "momenta", size)
 
     def _reduce_norm(self, square: torch.Tensor, group: ProcessGroup) -> None:
         axis = "tp" if group is self.dims.get_group("tp") else "dp_shard"

@@ -40,8 +40,6 @@ def test_shipped_job_files_are_valid_and_quiet(file, world_size, device):
         world_size = max(world_size, 2)  # they are about two replicas
     if "forge" in file.stem:
         world_size = 1  # they are about one GPU
-    if file.stem.endswith("_dobb"):
-        world_size = 1  # as shipped
     assert validate("--job.config_file", str(file), world_size=world_size, device=device) == []
 
 
@@ -494,8 +492,9 @@ def test_other_names_are_those_of_their_layers():
 def test_what_dobb_and_matrix_rules_do_not_take():
     dobb = "--optimizer.name=Dobb"
     assert validate(dobb, "--parallelism.data_parallel_replicate_degree=2", world_size=2) == []
-    message = refusal_of(dobb, world_size=2)
-    assert "set parallelism.data_parallel_replicate_degree = 2" in message
+    assert validate(dobb, world_size=2) == []
+    offload = refusal_of(dobb, "--training.enable_cpu_offload", world_size=2)
+    assert offload.startswith("training.enable_cpu_offload = true")
     message = refusal_of(dobb, "--optimizer.dobb.side=G", "--compile.enable=true")
     assert message.startswith('optimizer.dobb.side = "G"')
     assert "optimizer.dobb.blocks = 0" in refusal_of(dobb, "--optimizer.dobb.blocks=0")

@@ -166,6 +166,9 @@ class DobbOptions:
     """beta_C: decay of the second moments, per capture."""
     capture: Literal["first", "all"] = "first"
     """Micro-batches of a refresh step that are captured."""
+    source: Literal["activation", "gradient"] = "activation"
+    """What second moments are of: what layers read or, with side G, their output gradients; `gradient`: the
+    weight's own gradient, G^T G or G G^T, at every step (an ablation of the paper: appendix F.3)."""
     iterations: int = 1
     """k: warm orthogonal iterations a refresh; 0: an exact eigendecomposition every time."""
     qr: Literal["householder", "cholesky"] = "cholesky"

@@ -44,7 +44,7 @@ def validate_config(config: JobConfig, world_size: int, device_type: str) -> lis
     data_parallel = check_ranks(config, world_size)
     _check_batch(config, data_parallel)
     _check_optimizer(config)
-    _check_dobb(config, world_size)
+    _check_dobb(config)
     warnings += _check_schedule(config)
     _check_forge(config, world_size)
     _check_cuda_graph(config, world_size, device_type)
@@ -142,17 +142,23 @@ def _check_optimizer(config: JobConfig) -> None:
             raise ConfigError(f"{path}: is not a regular expression: {error}") from None
 
 
-def _check_dobb(config: JobConfig, world_size: int) -> None:
-    """What Dobb does not work with yet."""
-    if rule_name(config.optimizer.name) != "dobb":
+def _check_dobb(config: JobConfig) -> None:
+    """What Dobb does not work with; whether blocks fit shards is the model's to say."""
+    if rule_name(config.optimizer.name) != "dobb" or config.optimizer.dobb.source == "gradient":
         return
-    replicas = config.parallelism.data_parallel_replicate_degree
-    if config.parallelism.data_parallel_shard_degree not in (-1, 1) or world_size > replicas:
+    if config.parallelism.expert_parallel_degree > 1:
         raise refusal(
             config,
-            "optimizer.name",
-            f"Dobb takes whole weights as yet, and {world_size} ranks were started: set"
-            f" parallelism.data_parallel_replicate_degree = {world_size} and data_parallel_shard_degree = 1",
+            "parallelism.expert_parallel_degree",
+            "Dobb sums the second moments of an expert over ranks that all hold it: set it to 1, or take"
+            ' optimizer.dobb.source = "gradient"',
+        )
+    if config.training.enable_cpu_offload:
+        raise refusal(
+            config,
+            "training.enable_cpu_offload",
+            "Dobb captures on the GPU what it keeps beside the weights: set it to false, or take"
+            ' optimizer.dobb.source = "gradient"',
         )
     if config.optimizer.dobb.side == "G" and config.compile.enable and "model" in config.compile.components:
         raise refusal(

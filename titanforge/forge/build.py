@@ -16,7 +16,7 @@ from titanforge.forge.plan import ParamPlan, Placement, Schedule, plan
 from titanforge.forge.probe import probe_readers
 from titanforge.forge.report import PlanLine
 from titanforge.optim.build import OptimizerOptions, build_groups, build_recipe
-from titanforge.optim.dobb.capture import install_hooks
+from titanforge.optim.dobb.hooks import install_hooks
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import UpdateRule
 from titanforge.optim.states import Recipe

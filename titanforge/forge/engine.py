@@ -22,6 +22,7 @@ from titanforge.forge.ops import register_sink
 from titanforge.forge.plan import Kind, ParamPlan
 from titanforge.forge.report import PlanLine, plan_report
 from titanforge.forge.sinks import Clock, Hyper, Sink
+from titanforge.optim.dobb.hooks import Reader
 from titanforge.optim.engine import Entry, Family, RuleOptimizer
 from titanforge.optim.local_update import LocalWeight, update_state_global
 from titanforge.optim.param_groups import ParamGroupSpec
@@ -48,7 +49,7 @@ class ForgeOptimizer(RuleOptimizer):
         micro_batches: int = 1,
         max_norm: float = 0.0,
         seed: int = 0,
-        captured: Mapping[str, nn.Module] | None = None,
+        captured: Mapping[str, Reader] | None = None,
     ) -> None:
         super().__init__(groups, recipe, seed=seed, captured=captured)
         self._model = model
@@ -219,7 +220,7 @@ class ForgeOptimizer(RuleOptimizer):
         self._finish_sinks()
         tables = self._table.tables()
         if self.capture is not None:
-            self.capture.refresh(self._flag)
+            self.capture.refresh(self._flag, self._clip.factor())
         for family, hyper in zip(self._families, tables):
             self._update_deferred(family, hyper)
         applied = self._flag.clone()

@@ -102,6 +102,8 @@ def plan(rule: UpdateRule, placement: Placement, mesh: Mapping[str, int], schedu
         return ParamPlan(Granule.MODEL, placement.excluded)
     if rule.regime == 4:
         return ParamPlan(Granule.MODEL, f"{rule.name} reads every gradient before any update")
+    if rule.u_statistic_of_gradient:
+        return ParamPlan(Granule.MODEL, f"bases of {rule.name} follow from the whole gradient")
     if rule.u_reads_capture and rule.u_reads_gradient:
         why = f"U of {rule.name} reads the gradient and bases that are complete after backward"
         return ParamPlan(Granule.MODEL, why)

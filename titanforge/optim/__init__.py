@@ -6,14 +6,16 @@ DTensors, and every update runs on their local tensors.
 
 from __future__ import annotations
 
-from titanforge.optim.build import build_groups, build_optimizer, state_bytes
+from titanforge.optim.build import build_groups, build_optimizer, shard_dims, state_bytes
 from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.links import DataLinks
 from titanforge.optim.lr_schedule import lr_factor
 from titanforge.optim.registry import RULES, build_rule
 from titanforge.optim.rule import Reach, StateSlot, UpdateRule
 
 __all__ = [
     "RULES",
+    "DataLinks",
     "Reach",
     "RuleOptimizer",
     "StateSlot",
@@ -22,5 +24,6 @@ __all__ = [
     "build_optimizer",
     "build_rule",
     "lr_factor",
+    "shard_dims",
     "state_bytes",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titanforge.kernels.codecs import plain_codec
 from titanforge.optim.elementwise import SGD
+from titanforge.optim.links import DataLinks
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import UpdateRule
 from titanforge.optim.states import load_states, local_tensor, new_state
@@ -135,9 +136,7 @@ class TorchOptimizer:
         """As `RuleOptimizer.clip`."""
         return from_gradients()
 
-    def connect(
-        self, sum_over_data: Callable[[Tensor], object], record_gather: Callable[[int], None]
-    ) -> None:
+    def connect(self, links: DataLinks) -> None:
         """Nothing is needed of other ranks."""
 
     def report(self) -> str:

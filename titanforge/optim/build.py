@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from titanforge.optim.baseline import TorchOptimizer
-from titanforge.optim.dobb.capture import install_hooks
+from titanforge.optim.dobb.hooks import install_hooks
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.matrix_options import DionOptions, DobbOptions, MatrixOptions, MuonOptions
 from titanforge.optim.param_groups import (
@@ -20,7 +20,7 @@ from titanforge.optim.param_groups import (
     named_trainable_parameters,
 )
 from titanforge.optim.registry import build_rule
-from titanforge.optim.states import Recipe, matrix_shape
+from titanforge.optim.states import Recipe
 
 
 class ScalarOptions(Protocol):
@@ -136,6 +136,23 @@ def build_groups(model: nn.Module, options: OptimizerOptions) -> list[ParamGroup
     return build_param_groups(named, main, options.param_groups, scalar=beside, roles=roles, parts=parts)
 
 
+def shard_dims(groups: Sequence[ParamGroupSpec], shards: int) -> dict[int, int]:
+    """The dims along which weights are to be cut into so many shards, by `id` of the weight; weights that
+    are not in it may be cut anyhow.
+
+    groups: of the whole model, from `build_groups`, on any device, also on meta. Raises ValueError, naming
+    the key, where shards cannot be updated by themselves.
+    """
+    dims: dict[int, int] = {}
+    for group in groups:
+        for name, param in zip(group.names, group.params):
+            dim = group.rule.shard_dim(param.shape)
+            if dim is not None:
+                group.rule.check_shards(name, param.shape, group.parts.get(name, 1), dim, shards)
+                dims[id(param)] = dim
+    return dims
+
+
 def matrix_options(options: OptimizerOptions) -> MatrixOptions:
     """What the rules of matrices read of the section."""
     muon = vars(options.muon)
@@ -196,8 +213,7 @@ def state_bytes(groups: Sequence[ParamGroupSpec], options: OptimizerOptions) -> 
             itemsize = STATE_ITEM_BYTES[options.state_dtype]
             if options.implementation != "native":
                 itemsize = param.element_size()
-            shape = matrix_shape(param.shape, group.parts.get(name, 1))
-            for auxiliary in group.rule.auxiliary_slots(shape):
+            for auxiliary in group.rule.auxiliary_slots(param.shape, group.parts.get(name, 1)):
                 total += auxiliary.shape.numel() * auxiliary.dtype.itemsize
             for slot in group.rule.slots_for(param.shape):
                 stored = itemsize if slot.shape == "weight" else 4

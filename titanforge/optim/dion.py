@@ -45,14 +45,16 @@ class Dion(MatrixRule):
         """r of an m x n matrix."""
         return max(1, math.floor(self.options.dion.rank_fraction * min(rows, columns)))
 
-    def auxiliary_slots(self, shape: torch.Size) -> tuple[AuxiliarySlot, ...]:
-        rows, columns = shape[-2:]
-        short = min(rows, columns)
-        return (AuxiliarySlot("q", torch.Size((*shape[:-2], short, self.rank(rows, columns)))),)
+    def auxiliary_slots(self, shape: torch.Size, parts: int = 1) -> tuple[AuxiliarySlot, ...]:
+        leading = shape[:-2] if parts == 1 else torch.Size((parts,))
+        rows, columns = shape[-2] // parts, shape[-1]
+        follows = tuple((dim, dim) for dim in range(len(shape) - 2))
+        whole = torch.Size((*leading, min(rows, columns), self.rank(rows, columns)))
+        return (AuxiliarySlot("q", whole, follows=follows),)
 
-    def new_auxiliary(self, shape: torch.Size, device: torch.device, seed: int = 0) -> State:
+    def new_auxiliary(self, shape: torch.Size, device: torch.device, seed: int = 0, parts: int = 1) -> State:
         """Q with unit columns, drawn on the CPU from the seed alone."""
-        (slot,) = self.auxiliary_slots(shape)
+        (slot,) = self.auxiliary_slots(shape, parts)
         if device.type == "meta":
             return (torch.empty(slot.shape, device=device),)
         generator = torch.Generator().manual_seed(seed)
@@ -64,14 +66,17 @@ class Dion(MatrixRule):
         b = m.mT if wide else m
         p = orthonormal(b @ q)
         r = b.mT @ p
-        norm = torch.linalg.vector_norm(r, dim=-2, keepdim=True)
-        new_q = torch.where(norm > 0, r / norm, q)
-        update = p @ new_q.mT
-        left = b - h[6] * (p @ r.mT) if self.u_writes_state else b
-        good = torch.isfinite(r).all(dim=(-2, -1), keepdim=True) & (norm > 0).any(dim=-1, keepdim=True)
-        update, left = torch.where(good, update, 0.0), torch.where(good, left, b)
-        new_q = torch.where(good, new_q, q)
+        new_q, good = self.settle(r, q)
+        update = torch.where(good, p @ new_q.mT, 0.0)
+        left = torch.where(good, b - h[6] * (p @ r.mT), b) if self.u_writes_state else b
         return (update.mT, left.mT, (new_q,)) if wide else (update, left, (new_q,))
+
+    @staticmethod
+    def settle(r: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The new Q of R [*, short, r], and bool [*, 1, 1]: whether the matrix makes a step."""
+        norm = torch.linalg.vector_norm(r, dim=-2, keepdim=True)
+        good = torch.isfinite(r).all(dim=(-2, -1), keepdim=True) & (norm > 0).any(dim=-1, keepdim=True)
+        return torch.where(good & (norm > 0), r / norm, q), good
 
     def scale(self, rows: int, columns: int) -> float:
         if self.options.update_scale == "rank_corrected":

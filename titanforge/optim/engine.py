@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from titanforge.kernels.codecs import Codec
 from titanforge.optim import split
-from titanforge.optim.dobb.capture import DobbCapture, build_capture
+from titanforge.optim.dobb.build import build_capture
+from titanforge.optim.dobb.capture import BasisKeeper
+from titanforge.optim.dobb.hooks import Reader
 from titanforge.optim.hyper_table import HyperTable
+from titanforge.optim.links import DataLinks
 from titanforge.optim.local_update import (
     LocalWeight,
     update_elementwise,
@@ -28,7 +31,7 @@ from titanforge.optim.states import (
     Fp8Scales,
     Recipe,
     StoredState,
-    is_sharded,
+    is_cut,
     load_states,
     local_tensor,
     new_auxiliary,
@@ -42,7 +45,7 @@ from titanforge.optim.states import (
 class Entry:
     """One parameter with its states; `master` is the fp32 weight behind a bfloat16 one.
 
-    auxiliary, parts: as in `LocalWeight`. beside: what a checkpoint holds of it besides.
+    auxiliary, parts, matrix: as in `LocalWeight`. beside: what a checkpoint holds of it besides.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Entry:
     hyper_row: int
     auxiliary: dict[str, Tensor] = field(default_factory=dict)
     parts: int = 1
+    matrix: tuple[int, int] | None = None
     beside: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -76,8 +80,9 @@ class Entry:
             codec=self.codec,
             tensor_id=self.tensor_id,
             hyper_row=self.hyper_row,
-            auxiliary=tuple(self.auxiliary.values()),
+            auxiliary=tuple(local_tensor(state) for state in self.auxiliary.values()),
             parts=self.parts,
+            matrix=self.matrix,
         )
 
 
@@ -100,8 +105,7 @@ class RuleOptimizer:
 
     groups: every trainable parameter once (see `build_param_groups`).
     recipe: how states and weights are stored.
-    captured: for Dobb, from `install_hooks`: the linears that read its weights. Without them its bases stay
-        the identity.
+    captured: for Dobb, from `install_hooks`: who reads its weights. Without it bases stay the identity.
     seed: of stochastic rounding; the bits depend on it, the step, the parameter's name and the coordinate.
     splits_steps: whether `accumulate_step` and `finish_step` may take the place of `step`.
     """
@@ -114,7 +118,7 @@ class RuleOptimizer:
         recipe: Recipe | None = None,
         *,
         seed: int = 0,
-        captured: Mapping[str, nn.Module] | None = None,
+        captured: Mapping[str, Reader] | None = None,
     ) -> None:
         recipe = recipe or Recipe()
         self.groups = list(groups)
@@ -133,12 +137,9 @@ class RuleOptimizer:
         self._lr_factor = 1.0
         self._rng = torch.tensor([seed, 0], dtype=torch.int64, device=self._device)
         self._nonfinite = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self.record_gather: Callable[[int], None] | None = None
+        self.links = DataLinks()
         self._fp8 = Fp8Scales([entry.states for entry in self._all_entries()])
-        auxiliary = {entry.name: entry.auxiliary for entry in self._all_entries()}
-        self.capture: DobbCapture | None = (
-            build_capture(self.groups, captured, auxiliary) if captured else None
-        )
+        self.capture: BasisKeeper | None = build_capture(self.groups, captured or {}, self._all_entries())
         if self.capture is not None:
             names = {weight.name for weight in self.capture.weights}
             for entry in self._all_entries():
@@ -150,8 +151,8 @@ class RuleOptimizer:
         rule, entries = groups[0].rule, []
         for row, group in enumerate(groups):
             for name, param in zip(group.names, group.params):
-                refuse_sharded(rule, name, param, "optimizer.name")
                 parts = group.parts.get(name, 1)
+                refuse_sharded(rule, name, param, parts)
                 states = [
                     new_state(param, slot, recipe.state_codec_for(rule, slot, param))
                     for slot in rule.slots_for(param.shape)
@@ -159,8 +160,12 @@ class RuleOptimizer:
                 master = param.detach().float() if recipe.needs_master(param) else None
                 codec = recipe.weight_codec_for(rule, param)
                 auxiliary = new_auxiliary(rule, name, param, parts)
+                matrix = None
+                if rule.matrix_only:
+                    matrix = (param.shape[-2] // parts, param.shape[-1])
+                    parts = parts if rule.whole_parts else 1
                 entries.append(
-                    Entry(name, param, states, master, codec, tensor_id(name), row, auxiliary, parts)
+                    Entry(name, param, states, master, codec, tensor_id(name), row, auxiliary, parts, matrix)
                 )
         return Family(rule, list(groups), entries)
 
@@ -192,17 +197,11 @@ class RuleOptimizer:
         """Tiles that kernels left out because their gradient was not finite: int32 [1] on the device."""
         return self._nonfinite
 
-    def connect(
-        self, sum_over_data: Callable[[Tensor], object], record_gather: Callable[[int], None]
-    ) -> None:
-        """What the optimizer needs of the other ranks, for Dobb and for sharded matrices.
-
-        sum_over_data: sums a tensor in place over the ranks that see other data. record_gather: is given the
-            bytes of each gather that a step issues.
-        """
-        self.record_gather = record_gather
+    def connect(self, links: DataLinks) -> None:
+        """How the other ranks are reached, for Dobb and for sharded matrices."""
+        self.links = links
         if self.capture is not None:
-            self.capture.all_reduce = sum_over_data
+            self.capture.links = links
 
     def report(self) -> str:
         """More about who updates which weights than `groups` says, for printing at start-up."""
@@ -281,7 +280,7 @@ class RuleOptimizer:
         tables = self._table.tables()
         self._calibrate(tables, flag)
         if self.capture is not None:
-            self.capture.refresh(tables[0][0, 0])
+            self.capture.refresh(tables[0][0, 0], tables[0][0, 3])
         for family, hyper in zip(self._families, tables):
             self._update_family(family, hyper)
         self._fp8.advance(tables[0][0, 0])
@@ -336,7 +335,8 @@ class RuleOptimizer:
         self._table.select(flag, None if grad_scale is None else grad_scale.to(self._device))
         self._rng[1] = self._table.count
         if self.capture is not None:
-            self.capture.refresh(self._table.tables()[0][0, 0])
+            first = self._table.tables()[0][0]
+            self.capture.refresh(first[0], first[3])
         for family, hyper in zip(self._families, self._table.tables()):
             if not split.splits(family.rule):
                 self._update_family(family, hyper)
@@ -404,12 +404,12 @@ class RuleOptimizer:
 
     def _update_gathered(self, rule: StateGlobalRule, family: Family, hyper: Tensor) -> list[LocalWeight]:
         """U of the sharded weights of a rule that gathers; returns the weights that are left."""
-        sharded = [entry for entry in family.entries if rule.u_gathers and is_sharded(entry.param)]
+        sharded = [entry for entry in family.entries if rule.u_gathers and is_cut(entry.param, rule.u_dims)]
         if not sharded:
             return self._items(family)
         for row in range(len(family.groups)):
             members = [entry for entry in sharded if entry.hyper_row == row]
-            update_sharded(rule, members, hyper[row], self.record_gather)
+            update_sharded(rule, members, hyper[row], self.links.record)
         names = {entry.name for entry in sharded}
         return [entry.item() for entry in family.entries if entry.name not in names]
 

@@ -39,7 +39,8 @@ class LocalWeight:
     weight: what the rule updates: the weight, or its fp32 master. copy: then the weight itself, else None.
     gradient: None stands for zeros. codec: how the weight is stored where not plainly. hyper_row: its group's
     row. auxiliary: states that only U knows. parts: matrices of equal height that the weight is made of, one
-    below the other (a fused QKV, heads); U takes each by itself.
+    below the other (a fused QKV, heads); U takes each by itself. matrix: m, n of a whole matrix where this
+    rank has a part of it.
     """
 
     weight: Tensor
@@ -51,6 +52,7 @@ class LocalWeight:
     hyper_row: int = 0
     auxiliary: tuple[Tensor, ...] = ()
     parts: int = 1
+    matrix: tuple[int, int] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -179,7 +181,12 @@ def update_state_global(rule: StateGlobalRule, items: Sequence[LocalWeight], h: 
             for index in range(len(states))
         )
         new_weights, new_states, new_auxiliary = rule.whole_update(
-            _stack(weights), decoded, tuple(_stack_as_stored(tensors) for tensors in auxiliary), h, gradients
+            _stack(weights),
+            decoded,
+            tuple(_stack_as_stored(tensors) for tensors in auxiliary),
+            h,
+            gradients,
+            batch[0].matrix,
         )
         _unstack_into(weights, new_weights)
         if rule.u_writes_state:
@@ -209,17 +216,17 @@ def update_layers(rule: UpdateRule, items: Sequence[LocalWeight], h: Tensor) -> 
 
 def _batches(items: Sequence[LocalWeight]) -> Iterator[list[LocalWeight]]:
     """Items to update together: matrices of one shape, up to a size; anything else alone."""
-    by_shape: dict[tuple[torch.Size, int], list[LocalWeight]] = defaultdict(list)
+    by_shape: dict[tuple, list[LocalWeight]] = defaultdict(list)
     for item in items:
         if item.weight.numel() == 0:
             continue
         if item.weight.dim() == 2:
-            by_shape[item.weight.shape, item.parts].append(item)
+            by_shape[item.weight.shape, item.parts, item.matrix].append(item)
         else:
             # A stack of vectors would read as a matrix, and experts are a batch already.
             yield [item]
-    for (shape, _), group in by_shape.items():
-        size = max(1, _BATCH_BYTES // (4 * shape.numel()))
+    for group in by_shape.values():
+        size = max(1, _BATCH_BYTES // (4 * group[0].weight.numel()))
         for start in range(0, len(group), size):
             yield group[start : start + size]
 

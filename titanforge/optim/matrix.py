@@ -91,20 +91,28 @@ class MatrixRule(StateGlobalRule):
         return self.options.tau * math.sqrt(max(rows, columns))
 
     def scaled_direction(
-        self, state: State, auxiliary: State, h: Tensor, g: Tensor | None = None
+        self,
+        state: State,
+        auxiliary: State,
+        h: Tensor,
+        g: Tensor | None = None,
+        matrix: tuple[int, int] | None = None,
     ) -> tuple[Tensor, State, State]:
         """s O, and what it leaves in the states; where h[0] is 0 these are the old ones, bit for bit."""
         (m,) = state
-        looked_at = m
-        if self.u_reads_gradient:
-            if g is None:
-                raise ValueError(f"optimizer.nesterov = true: the update of {self.name} needs the gradient")
-            looked_at = g * h[3] + h[4] * m
-        rows, columns = m.shape[-2:]
-        update, left, new_auxiliary = self.direction(looked_at, auxiliary, h)
+        rows, columns = matrix or m.shape[-2:]
+        update, left, new_auxiliary = self.direction(self.looked_at(m, h, g), auxiliary, h)
         kept = (select(h, left, m),) if self.u_writes_state else state
         new_auxiliary = tuple(select(h, new, old) for new, old in zip(new_auxiliary, auxiliary))
         return update * self.scale(rows, columns), kept, new_auxiliary
+
+    def looked_at(self, m: Tensor, h: Tensor, g: Tensor | None) -> Tensor:
+        """What O is taken of: the momentum, or Nesterov's G + mu M."""
+        if not self.u_reads_gradient:
+            return m
+        if g is None:
+            raise ValueError(f"optimizer.nesterov = true: the update of {self.name} needs the gradient")
+        return g * h[3] + h[4] * m
 
     def move(self, w: Tensor, update: Tensor, h: Tensor) -> Tensor:
         """W <- (1 - lr wd) W - lr (s O), on any part of the matrix."""
@@ -114,9 +122,15 @@ class MatrixRule(StateGlobalRule):
         return self.whole_update(w, state, (), h, g)[0]
 
     def whole_update(
-        self, w: Tensor, state: State, auxiliary: State, h: Tensor, g: Tensor | None = None
+        self,
+        w: Tensor,
+        state: State,
+        auxiliary: State,
+        h: Tensor,
+        g: Tensor | None = None,
+        matrix: tuple[int, int] | None = None,
     ) -> tuple[Tensor, State, State]:
-        update, state, auxiliary = self.scaled_direction(state, auxiliary, h, g)
+        update, state, auxiliary = self.scaled_direction(state, auxiliary, h, g, matrix)
         return self.move(w, update, h), state, auxiliary
 
 
@@ -159,6 +173,8 @@ class RMNP(MatrixRule):
     """
 
     name = "rmnp"
+    u_dims = (-1,)
+    whole_parts = False
 
     def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
         return unit_columns(m.mT).mT, m, ()

@@ -64,12 +64,16 @@ class StateSlot:
 class AuxiliarySlot:
     """A state that A never touches: U reads it and may write it (a basis, a factor, a statistic).
 
-    It does not have the weight's shape, is stored as plain floats, and is whole on every rank.
+    It does not have the weight's shape and is stored as plain floats.
+
+    follows: (dim of the weight, dim of the state) pairs that are cut into the same shards; along all other
+        dims of a sharded weight the state is whole on every rank.
     """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype = torch.float32
+    follows: tuple[tuple[int, int], ...] = ()
 
 
 class UpdateRule(ABC):
@@ -84,7 +88,11 @@ class UpdateRule(ABC):
     option_names: the group options that have an effect, beside `lr` and `weight_decay`.
     u_writes_state: U changes what A has left (Dion's error feedback).
     u_reads_capture: U reads what was captured in this step's forward or backward, complete only after both.
-    u_gathers: of a sharded weight U takes the gathered state, and needs the weight only to add to it.
+    u_statistic_of_gradient: and that is a statistic of the whole gradient.
+    u_gathers: there is a form of U for weights that are cut along `u_dims` (see `sharded`).
+    u_dims: dims of a weight, from its end, that U reads as a whole; along others each part is by itself.
+    whole_parts: whether U takes the matrices that a weight is made of one by one; else they may be cut
+        anywhere between two rows.
     matrix_only: for matrices of the blocks alone; `[optimizer.scalar]` takes the other weights.
     """
 
@@ -96,7 +104,10 @@ class UpdateRule(ABC):
     u_reads_gradient: bool = False
     u_writes_state: bool = False
     u_reads_capture: ClassVar[bool] = False
+    u_statistic_of_gradient: bool = False
     u_gathers: ClassVar[bool] = False
+    u_dims: ClassVar[tuple[int, ...]] = (-2, -1)
+    whole_parts: bool = True
     hyper_names: tuple[str, ...] = COMMON_HYPER_NAMES
     option_names: ClassVar[tuple[str, ...]] = ()
     matrix_only: ClassVar[bool] = False
@@ -114,15 +125,35 @@ class UpdateRule(ABC):
         """States of a weight of this shape."""
         return self.slots
 
-    def auxiliary_slots(self, shape: torch.Size) -> tuple[AuxiliarySlot, ...]:
-        """States beside `slots` of a matrix, or of a stack of them, of this shape [*, m, n]."""
+    def auxiliary_slots(self, shape: torch.Size, parts: int = 1) -> tuple[AuxiliarySlot, ...]:
+        """States beside `slots` of a weight of this shape, [m, n] or a stack [*, m, n].
+
+        parts: matrices of equal height that an [m, n] is made of, one below the other.
+        """
         return ()
 
-    def new_auxiliary(self, shape: torch.Size, device: torch.device, seed: int = 0) -> State:
+    def new_auxiliary(self, shape: torch.Size, device: torch.device, seed: int = 0, parts: int = 1) -> State:
         """Their first values: zeros unless the rule says otherwise; the same on every rank."""
         return tuple(
-            torch.zeros(slot.shape, dtype=slot.dtype, device=device) for slot in self.auxiliary_slots(shape)
+            torch.zeros(slot.shape, dtype=slot.dtype, device=device)
+            for slot in self.auxiliary_slots(shape, parts)
         )
+
+    def shard_dim(self, shape: torch.Size) -> int | None:
+        """The dim of a weight of this shape that shards are to cut; None: whichever they like."""
+        return None
+
+    def check_shards(self, name: str, shape: torch.Size, parts: int, dim: int | None, shards: int) -> None:
+        """Whether U can be taken of each of `shards` > 1 shards of a weight by itself.
+
+        dim: that they cut; None for an unusual cut. Raises ValueError, naming the key and the way out.
+        """
+        if self.regime > 1:
+            raise ValueError(
+                f"optimizer.name = {self.name!r} reads whole layers, but {name!r} is sharded: set "
+                "parallelism.data_parallel_shard_degree = 1 (replicas are fine) or take an elementwise rule, "
+                "such as AdamW or Lion"
+            )
 
     def hyperparameters(self, options: Mapping[str, float], step: int) -> list[float]:
         """The hyperparameter vector of applied step number `step` (1-based), computed in float64.
@@ -195,9 +226,18 @@ class StateGlobalRule(LocalStateRule):
         """
 
     def whole_update(
-        self, w: Tensor, state: State, auxiliary: State, h: Tensor, g: Tensor | None = None
+        self,
+        w: Tensor,
+        state: State,
+        auxiliary: State,
+        h: Tensor,
+        g: Tensor | None = None,
+        matrix: tuple[int, int] | None = None,
     ) -> tuple[Tensor, State, State]:
-        """U with all that it writes: weight, states and auxiliary states, out of place."""
+        """U with all that it writes: weight, states and auxiliary states, out of place.
+
+        matrix: m, n of the whole matrix where the arguments are parts of it.
+        """
         return self.weight_update(w, state, h, g), state, auxiliary
 
     def update_in_place(self, batch: Sequence[LocalWeight], h: Tensor) -> bool:

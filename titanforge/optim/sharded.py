@@ -36,10 +36,10 @@ def update_sharded(
     rule: StateGlobalRule,
     weights: Sequence[ShardedWeight],
     h: Tensor,
-    record: Callable[[int], None] | None = None,
+    record: Callable[[str, int], None] | None = None,
 ) -> None:
     """U of a rule with `u_gathers`, after A has run on the shards. Call it on all ranks with all weights,
-    empty shards too. record: is given the bytes of each exchange.
+    empty shards too. record: as of `DataLinks`.
     """
     batch: list[ShardedWeight] = []
     held = 0
@@ -58,7 +58,7 @@ def _update_batch(
     rule: StateGlobalRule,
     weights: Sequence[ShardedWeight],
     h: Tensor,
-    record: Callable[[int], None] | None,
+    record: Callable[[str, int], None] | None,
 ) -> None:
     whole = []
     for weight in weights:
@@ -76,6 +76,7 @@ def _update_batch(
                 hyper_row=item.hyper_row,
                 auxiliary=item.auxiliary,
                 parts=item.parts,
+                matrix=item.matrix,
             )
         )
     update_state_global(rule, whole, h)
@@ -90,10 +91,10 @@ def _update_batch(
             write_copies([item])
 
 
-def _gather(tensor: Tensor, record: Callable[[int], None] | None) -> Tensor:
+def _gather(tensor: Tensor, record: Callable[[str, int], None] | None) -> Tensor:
     assert isinstance(tensor, DTensor)
     if record is not None:
-        record(tensor.numel() * tensor.element_size())
+        record("momenta", tensor.numel() * tensor.element_size())
     return tensor.full_tensor().float().contiguous()
 
 

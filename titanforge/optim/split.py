@@ -51,6 +51,7 @@ def splits(rule: UpdateRule) -> bool:
         isinstance(rule, LocalStateRule)
         and rule.a_affine
         and not rule.u_reads_gradient
+        and not rule.u_statistic_of_gradient
         and "m" in (slot.name for slot in rule.slots)
     )
 

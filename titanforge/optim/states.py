@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from titanforge.kernels.codecs import (
     CODECS,
@@ -25,7 +25,7 @@ from titanforge.kernels.codecs import (
     meta_shape,
     state_codec,
 )
-from titanforge.optim.rule import LocalStateRule, StateSlot, UpdateRule
+from titanforge.optim.rule import AuxiliarySlot, LocalStateRule, StateSlot, UpdateRule
 
 MASTER_SLOT = "master"
 """fp32 copy of a bfloat16 weight."""
@@ -136,6 +136,21 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def sharded_dim(placement: Placement) -> int | None:
+    """The dim that a placement cuts, in whatever way; None for none."""
+    return None if placement.is_replicate() else getattr(placement, "dim", None)
+
+
+def is_cut(tensor: Tensor, dims: Sequence[int]) -> bool:
+    """Whether other ranks hold other parts of the tensor along one of these dims, counted from its end."""
+    if not isinstance(tensor, DTensor):
+        return False
+    return any(
+        tensor.device_mesh.size(axis) > 1 and sharded_dim(placement) in [tensor.dim() + dim for dim in dims]
+        for axis, placement in enumerate(tensor.placements)
+    )
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether other ranks hold other parts of the tensor."""
     if not isinstance(tensor, DTensor):
@@ -189,15 +204,31 @@ def new_state(param: nn.Parameter, slot: StateSlot, codec: Codec) -> StoredState
 
 
 def new_auxiliary(rule: UpdateRule, name: str, param: nn.Parameter, parts: int) -> dict[str, Tensor]:
-    """States that only U knows, by slot name; drawn from the parameter's name where they are drawn at all."""
-    shape = matrix_shape(param.shape, parts)
-    tensors = rule.new_auxiliary(shape, param.device, tensor_id(name))
-    return {slot.name: tensor for slot, tensor in zip(rule.auxiliary_slots(shape), tensors)}
+    """States that only U knows, by slot name; drawn from the parameter's name where they are drawn at all.
+
+    Of a sharded parameter they are cut along the dims that follow it, and whole on every rank along others.
+    """
+    tensors = rule.new_auxiliary(param.shape, param.device, tensor_id(name), parts)
+    slots = rule.auxiliary_slots(param.shape, parts)
+    return {slot.name: _cut_like(param, tensor, slot) for slot, tensor in zip(slots, tensors)}
 
 
-def matrix_shape(shape: torch.Size, parts: int) -> torch.Size:
-    """[m, n] as [parts, m / parts, n]; any other shape as it is."""
-    return shape if parts == 1 else torch.Size((parts, shape[-2] // parts, shape[-1]))
+def _cut_like(param: Tensor, tensor: Tensor, slot: AuxiliarySlot) -> Tensor:
+    if not isinstance(param, DTensor):
+        return tensor
+    dims = dict(slot.follows)
+    placements = [
+        Shard(dims[dim]) if (dim := sharded_dim(placement)) in dims else Replicate()
+        for placement in param.placements
+    ]
+    if all(placement.is_replicate() for placement in placements):
+        return tensor
+    mesh = param.device_mesh
+    everywhere = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    local = everywhere.redistribute(mesh, placements).to_local().clone()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def _distributed_like(param: Tensor, local: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -248,16 +279,14 @@ class Fp8Scales:
             fp8_advance(self._meta, self._levels, apply_flag)
 
 
-def refuse_sharded(rule: UpdateRule, name: str, param: nn.Parameter, key: str) -> None:
-    """Rules that read whole layers would read one shard and differ by layout: say so instead."""
-    if rule.u_gathers:
+def refuse_sharded(rule: UpdateRule, name: str, param: nn.Parameter, parts: int) -> None:
+    """Raises ValueError where a weight's shards cannot be updated by the rule."""
+    if not isinstance(param, DTensor) or rule.u_gathers or rule.regime == 1:
         return
-    if rule.regime > 1 and is_sharded(param):
-        raise ValueError(
-            f"{key} = {rule.name!r} reads whole layers, but {name!r} is sharded: set "
-            "parallelism.data_parallel_shard_degree = 1 (replicas are fine) or take an elementwise rule, "
-            "such as AdamW or Lion"
-        )
+    for axis, placement in enumerate(param.placements):
+        if not placement.is_replicate() and (shards := param.device_mesh.size(axis)) > 1:
+            dim = placement.dim if isinstance(placement, Shard) else None
+            rule.check_shards(name, param.shape, parts, dim, shards)
 
 
 def load_states(

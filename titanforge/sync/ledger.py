@@ -130,14 +130,25 @@ class CommLedger:
             output.copy_(tensor)
 
     def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, axis: str, purpose: str
-    ) -> None:
-        """Sum over the group, of which each rank keeps its slice along dim 0."""
-        if self._note(tensor, group, axis, purpose):
-            with self._timed(tensor, axis, purpose):
-                dist.reduce_scatter_tensor(output, tensor, group=group)
-        else:
-            output.copy_(tensor)
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        group: ProcessGroup | None,
+        *,
+        axis: str,
+        purpose: str,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Sum over the group, of which each rank keeps its slice along dim 0; returns the work to wait for
+        if `async_op`.
+        """
+        if not self._note(tensor, group, axis, purpose):
+            output.copy_(tensor.view_as(output))
+            return None
+        if async_op:
+            return dist.reduce_scatter_tensor(output, tensor, group=group, async_op=True)
+        with self._timed(tensor, axis, purpose):
+            return dist.reduce_scatter_tensor(output, tensor, group=group)
 
     def _note(self, tensor: Tensor, group: ProcessGroup | None, axis: str, purpose: str) -> bool:
         if group is None or dist.get_world_size(group) == 1:

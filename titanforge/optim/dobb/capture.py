@@ -1,83 +1,39 @@
-"""Capturing second moments in hooks, and refreshing bases from them every T steps (Dobb, appendix B)."""
+"""When second moments are captured, reduced and turned into bases: every T steps (Dobb, algorithm 3)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from titanforge.optim.dobb.refresh import refresh_bases
+from titanforge.optim.dobb.reduction import Captured, Reduction, buckets
+from titanforge.optim.dobb.refresh import eigenbases, refresh_bases
 from titanforge.optim.dobb.rule import Dobb
-from titanforge.optim.param_groups import ParamGroupSpec, clean_name
+from titanforge.optim.links import DataLinks
 
 _BATCH_BYTES = 256 * 2**20
 """Largest stack of blocks refreshed at once, fp32."""
-_TOTAL, _COUNT, _HOOKED = "_second_moment", "_positions", "_second_moment_hook"
-
-
-@torch.library.custom_op("titanforge::add_second_moment", mutates_args=("total", "count"))
-def add_second_moment(total: Tensor, count: Tensor, x: Tensor) -> None:
-    """total [B, w, w] += the block second moments of x [..., B w], count += its positions.
-
-    Products are formed in x's dtype. Within backward it does nothing: activation checkpointing computes a
-    forward again there, whose inputs were counted before.
-    """
-    if torch._C._current_graph_task_id() == -1:
-        accumulate(total, count, x)
-
-
-@add_second_moment.register_fake
-def _(total: Tensor, count: Tensor, x: Tensor) -> None:
-    return None
-
-
-def accumulate(total: Tensor, count: Tensor, x: Tensor) -> None:
-    """What `add_second_moment` does, wherever it is called."""
-    blocks = x.reshape(-1, total.shape[0], total.shape[1]).transpose(0, 1)  # [B, N, w]
-    if blocks.dtype == total.dtype:
-        total.baddbmm_(blocks.mT, blocks)
-    else:
-        total += torch.bmm(blocks.mT, blocks)
-    count += blocks.shape[1]
-
-
-def _capture_input(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    total = getattr(module, _TOTAL)
-    if total is not None and module.training:
-        add_second_moment(total, getattr(module, _COUNT), inputs[0].detach())
-
-
-def _capture_output_gradient(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    total, count = getattr(module, _TOTAL), getattr(module, _COUNT)
-    if total is None or not module.training or not output.requires_grad:
-        return
-    if torch._C._current_graph_task_id() == -1:
-        output.register_hook(lambda gradient: accumulate(total, count, gradient))
 
 
 @dataclass
-class Captured:
-    """One weight: the linear that reads it, and its states [*, B, w, w] where the optimizer keeps them."""
+class Fresh:
+    """What a refresh has found for some weights, not yet in their states. failed: blocks, int64 scalar."""
 
-    name: str
-    module: nn.Module
-    statistic: Tensor
-    basis: Tensor
+    weights: list[Captured]
+    statistics: Tensor
+    bases: Tensor
+    failed: Tensor
 
 
-class DobbCapture:
-    """The hooks of all weights under Dobb, and their refreshes.
-
-    A step is `begin_step`, forwards and backwards with `before_backward` between the two, and `refresh`
-    before weights are updated. Steps t = 0, T, 2T, ... capture; in all others, and outside training, hooks do
-    nothing.
+class BasisKeeper(ABC):
+    """Statistics and bases of all weights under Dobb: what sets them from step to step.
 
     steps: int64 scalar on the CPU, steps begun so far; saved with the states. failed_blocks: int64 scalar on
-    the device, factorisations so far that failed, whose blocks kept their basis. all_reduce: sums a tensor in
-    place over the ranks that see other data; None for one rank.
+    the device, factorisations of this rank so far that failed, whose blocks kept their basis.
     """
 
     def __init__(self, rule: Dobb, weights: Sequence[Captured]) -> None:
@@ -85,152 +41,223 @@ class DobbCapture:
         self.options = rule.dobb
         self.weights = list(weights)
         self.steps = torch.zeros((), dtype=torch.int64)
-        device = self.weights[0].basis.device
-        self.failed_blocks = torch.zeros((), dtype=torch.int64, device=device)
-        self.all_reduce: Callable[[Tensor], object] | None = None
+        self._device = self.weights[0].basis.device
+        self.failed_blocks = torch.zeros((), dtype=torch.int64, device=self._device)
+        self.links = DataLinks()
         self._begun = 0
-        self._micro_batches = self._captured_micro_batches = 1
         self._refreshing = False
+        self._flags: Tensor | None = None
+        self._flags_ready: torch.cuda.Event | None = None
+        for weight in self.weights:
+            weight.cold = list(range(len(weight.basis)))
 
     def begin_step(self, num_micro_batches: int) -> None:
         """A step of so many micro-batches starts."""
         self._refreshing = self._begun % self.options.period == 0
-        self._cold = self._begun == 0
         self._begun += 1
         self.steps.fill_(self._begun)
-        self._micro_batches = num_micro_batches
-        self._captured_micro_batches = 1 if self.options.capture == "first" else num_micro_batches
-        self._stop()
-        self._moments: list[tuple[Tensor, Tensor]] = []
-        if not self._refreshing:
-            return
-        for weight in self.weights:
-            # Of all the matrices that the weight is made of.
-            width, device = weight.basis.shape[-1], weight.basis.device
-            count = weight.basis.numel() // (width * width)
-            setattr(weight.module, _TOTAL, torch.zeros(count, width, width, device=device))
-            setattr(weight.module, _COUNT, torch.zeros((), device=device))
-        self._moments = [
-            (getattr(weight.module, _TOTAL), getattr(weight.module, _COUNT)) for weight in self.weights
-        ]
 
-    def before_backward(self, micro_batch_index: int) -> None:
-        """Before a backward: ends the capture of inputs after the last forward that counts, that of output
-        gradients (whose hooks are set in the forward) likewise.
-        """
-        if micro_batch_index + 1 >= self._captured_micro_batches:
-            self._stop()
-
-    def _stop(self) -> None:
-        for weight in self.weights:
-            setattr(weight.module, _TOTAL, None)
-            setattr(weight.module, _COUNT, None)
+    def before_backward(self, micro_batch_index: int) -> None:  # noqa: B027
+        """Before the backward of a micro-batch, after its forward."""
 
     def loaded(self) -> None:
         """The states, `steps` among them, were set from outside."""
         self._begun = int(self.steps)
+        self._note_cold()
+        self._read_cold()
 
-    @torch.no_grad()
-    def refresh(self, applies: Tensor) -> None:
-        """C <- beta_C C + S and the bases from it, if this step captured; before its weight updates.
+    @abstractmethod
+    def refresh(self, applies: Tensor, grad_scale: Tensor) -> None:
+        """Statistics and bases of this step into the states; after backward, before weights are updated.
 
         applies: scalar on the device; where 0, states keep their bits (the capture of that step is lost).
+        grad_scale: scalar on the device that multiplies gradients.
+        """
+
+    # ------------------------------------------------------------ from statistics to bases
+
+    def find_bases(self, found: Sequence[tuple[Captured, Tensor, Tensor]]) -> list[Fresh]:
+        """Algorithm 2 for weights with their new statistics [b, w, w], fp32, and bool [b]: whether anything
+        was captured. Reads states and writes none. Blocks of one width go together, whatever weights they
+        belong to; the host does not wait.
+        """
+        self._read_cold()
+        by_width: dict[int, list[tuple[Captured, Tensor, Tensor]]] = defaultdict(list)
+        for one in found:
+            if len(one[0].basis):
+                by_width[one[0].width].append(one)
+        fresh = []
+        for group in by_width.values():
+            size = max(1, _BATCH_BYTES // (4 * max(one[0].basis.numel() for one in group)))
+            fresh += [self._find_batch(group[at : at + size]) for at in range(0, len(group), size)]
+        return fresh
+
+    def _find_batch(self, group: Sequence[tuple[Captured, Tensor, Tensor]]) -> Fresh:
+        weights = [weight for weight, _, _ in group]
+        old = torch.cat([weight.basis for weight in weights])
+        new = torch.cat([statistic for _, statistic, _ in group]).to(weights[0].statistic.dtype)
+        seen = torch.cat([captured for _, _, captured in group])
+        cold, start = [], 0
+        for weight in weights:
+            cold += [start + block for block in weight.cold]
+            start += len(weight.basis)
+        if len(cold) == len(old):  # the first refresh of a run
+            bases, failed = eigenbases(new, old, self.options)
+            return Fresh(weights, new, torch.where(seen[:, None, None], bases, old), failed)
+        bases, failed = refresh_bases(new, old, self.options)
+        if cold:  # experts that had no token as yet may have had their first
+            first, missed = eigenbases(new[cold], old[cold], self.options)
+            bases[cold] = torch.where(seen[cold, None, None], first, old[cold])
+            failed = failed + missed
+        return Fresh(weights, new, bases, failed)
+
+    def commit(self, fresh: Sequence[Fresh], applies: Tensor) -> None:
+        """Write what was found into the states, where the step is applied."""
+        for batch in fresh:
+            bases = [weight.basis for weight in batch.weights]
+            statistics = [weight.statistic for weight in batch.weights]
+            sizes = [len(basis) for basis in bases]
+            kept = torch.where(applies != 0, batch.bases, torch.cat(bases))
+            torch._foreach_copy_(bases, list(kept.split(sizes)))  # pyright: ignore[reportPrivateImportUsage]
+            sound = torch.isfinite(batch.statistics).all(dim=(-2, -1), keepdim=True) & (applies != 0)
+            kept = torch.where(sound, batch.statistics, torch.cat(statistics))
+            torch._foreach_copy_(statistics, list(kept.split(sizes)))  # pyright: ignore[reportPrivateImportUsage]
+            self.failed_blocks += torch.where(applies != 0, batch.failed, 0)
+        if any(weight.cold for weight in self.weights):
+            self._note_cold()
+
+    # Whether a block was ever captured decides how its basis is found, on the host; the device is asked right
+    # after a refresh and answers by the next one, so that nobody waits. Until then a block counts as cold.
+
+    def _note_cold(self) -> None:
+        flags = [(weight.statistic == 0).all(dim=-1).all(dim=-1) for weight in self.weights]
+        self._flags = torch.cat(flags).to("cpu", non_blocking=True)
+        if self._device.type == "cuda":
+            self._flags_ready = torch.cuda.Event()
+            self._flags_ready.record()
+
+    def _read_cold(self) -> None:
+        if self._flags is None:
+            return
+        if self._flags_ready is not None:
+            self._flags_ready.synchronize()
+        flags, self._flags = self._flags, None
+        for weight, own in zip(self.weights, flags.split([len(weight.basis) for weight in self.weights])):
+            weight.cold = own.nonzero()[:, 0].tolist()
+
+
+class DobbCapture(BasisKeeper):
+    """The hooks of all weights under Dobb, the reduction of what they add up, and refreshes.
+
+    A step is `begin_step`, forwards and backwards with `before_backward` between the two, and `refresh`
+    before weights are updated. Steps t = 0, T, 2T, ... capture; in all others, and outside training, hooks do
+    nothing. What was captured is reduced behind the backward that follows (side A) or from within it (G).
+
+    on_reduction: called right after each reduction was launched, before and during backward, for whoever
+    wants to refresh earlier: `prepare` on a stream of its own, which must be done (for the current stream) by
+    the time `refresh` runs.
+    """
+
+    def __init__(self, rule: Dobb, weights: Sequence[Captured]) -> None:
+        super().__init__(rule, weights)
+        self.on_reduction: Callable[[Reduction], None] | None = None
+        self._buckets = buckets(self.weights)
+        self._micro_batches = self._captured_micro_batches = 1
+        self._next_bucket = 0
+        self._missing: list[set[str]] = []
+        self._reductions: list[Reduction] = []
+        self._prepared: list[Fresh] = []
+
+    def begin_step(self, num_micro_batches: int) -> None:
+        super().begin_step(num_micro_batches)
+        self._micro_batches = num_micro_batches
+        self._captured_micro_batches = 1 if self.options.capture == "first" else num_micro_batches
+        self._reductions, self._prepared, self._missing = [], [], []
+        self._next_bucket = len(self._buckets)
+        for weight in self.weights:
+            weight.sums = weight.new_sums() if self._refreshing else None
+            weight.reader.open(*(weight.sums or (None, None)))
+            weight.reader.when_gradient_seen(None)
+        if self._refreshing:
+            self._next_bucket = 0
+
+    def before_backward(self, micro_batch_index: int) -> None:
+        """The last forward that counts is over. Inputs are complete then; the output gradients follow in its
+        backward, and each exchange is launched as soon as all of its weights have been seen, in one order on
+        all ranks.
         """
         if not self._refreshing:
             return
-        self._refreshing = False
-        self._stop()
-        moments, self._moments = self._moments, []
-        self._reduce(moments)
-        by_width: dict[int, list[tuple[Captured, Tensor]]] = defaultdict(list)
-        for weight, (total, count) in zip(self.weights, moments):
-            # No position at all leaves the statistic as it is.
-            mean = total / count.clamp_min(1.0)
-            if self.options.side == "G":
-                # Losses were divided by the tokens of the whole step; the paper's g_i were not.
-                mean = mean * (count * (self._micro_batches / self._captured_micro_batches)) ** 2
-            old = weight.statistic.float()
-            mean = mean.view(old.shape)
-            new = torch.where(count > 0, self.options.decay * old + mean, old)
-            by_width[weight.basis.shape[-1]].append((weight, new))
-        for group in by_width.values():
-            size = max(1, _BATCH_BYTES // (4 * group[0][0].basis.numel()))
-            for start in range(0, len(group), size):
-                self._refresh_batch(group[start : start + size], applies)
-
-    def _reduce(self, moments: Sequence[tuple[Tensor, Tensor]]) -> None:
-        if self.all_reduce is None:
+        if micro_batch_index + 1 < self._captured_micro_batches:
             return
-        flat = torch.cat([part.reshape(-1) for pair in moments for part in pair])
-        self.all_reduce(flat)
-        parts = [part for pair in moments for part in pair]
-        for part, summed in zip(parts, flat.split([part.numel() for part in parts])):
-            part.copy_(summed.view(part.shape))
+        for weight in self.weights:
+            weight.reader.open(None, None)
+        if self.options.side == "A" or micro_batch_index >= self._captured_micro_batches:
+            self._launch(len(self._buckets))
+            return
+        self._missing = [{weight.name for weight in bucket} for bucket in self._buckets]
+        for index, bucket in enumerate(self._buckets):
+            for weight in bucket:
+                weight.reader.when_gradient_seen(_Tick(self, index, weight.name))
 
-    def _refresh_batch(self, group: Sequence[tuple[Captured, Tensor]], applies: Tensor) -> None:
-        """Blocks of one width, whatever weights they belong to."""
-        width = group[0][0].basis.shape[-1]
-        bases = torch.cat([weight.basis.reshape(-1, width, width) for weight, _ in group])
-        statistics = torch.cat([new.reshape(-1, width, width) for _, new in group])
-        stored = statistics.to(group[0][0].statistic.dtype)
-        fresh, failed = refresh_bases(stored, bases, self.options, self._cold)
-        fresh = torch.where(applies != 0, fresh, bases)
-        self.failed_blocks += torch.where(applies != 0, failed, 0)
-        counts = [weight.basis.numel() // (width * width) for weight, _ in group]
-        for (weight, new), basis in zip(group, fresh.split(counts)):
-            weight.basis.copy_(basis.view(weight.basis.shape))
-            old = weight.statistic
-            sound = torch.isfinite(new).all(dim=(-2, -1), keepdim=True) & (applies != 0)
-            old.copy_(torch.where(sound, new.to(old.dtype), old))
+    def gradient_seen(self, bucket: int, name: str) -> None:
+        self._missing[bucket].discard(name)
+        ready = self._next_bucket
+        while ready < len(self._buckets) and not self._missing[ready]:
+            ready += 1
+        self._launch(ready)
+
+    def _launch(self, end: int) -> None:
+        """Launch the exchanges of all buckets before `end` that have not been."""
+        with torch.no_grad():
+            while self._next_bucket < end:
+                reduction = Reduction(self._buckets[self._next_bucket], self.links)
+                self._next_bucket += 1
+                self._reductions.append(reduction)
+                if self.on_reduction is not None:
+                    self.on_reduction(reduction)
+
+    @torch.no_grad()
+    def prepare(self, reductions: Sequence[Reduction]) -> None:
+        """C <- beta_C C + S and the bases from it, for weights whose reduction was launched; `refresh` writes
+        them. The current stream waits for the reductions.
+        """
+        found = []
+        for reduction in reductions:
+            for weight, sums, counts, positions in reduction.wait():
+                mean = sums / counts.clamp_min(1.0)[:, None, None]
+                if self.options.side == "G":
+                    # Losses were divided by the tokens of the whole step; the paper's g_i were not. Of
+                    # experts: by the rows of all of them, whose scale no eigenvector depends on.
+                    mean = mean * (positions * (self._micro_batches / self._captured_micro_batches)) ** 2
+                old = weight.statistic.float()
+                captured = counts > 0
+                # No position at all (an expert without tokens) leaves the statistic as it is.
+                new = torch.where(captured[:, None, None], self.options.decay * old + mean, old)
+                found.append((weight, new, captured))
+        self._prepared += self.find_bases(found)
+        self._reductions = [one for one in self._reductions if one not in reductions]
+
+    @torch.no_grad()
+    def refresh(self, applies: Tensor, grad_scale: Tensor) -> None:
+        if not self._refreshing:
+            return
+        for weight in self.weights:  # a step without before_backward
+            weight.reader.open(None, None)
+        self._launch(len(self._buckets))
+        self.prepare(self._reductions)
+        self._refreshing = False
+        prepared, self._prepared = self._prepared, []
+        self.commit(prepared, applies)
 
 
-def install_hooks(model: nn.Module, groups: Sequence[ParamGroupSpec]) -> dict[str, nn.Module]:
-    """Put Dobb's hooks, idle as yet, on the linears that read weights under Dobb; before anything is compiled
-    or run. Returns these by weight name.
+@dataclass(frozen=True)
+class _Tick:
+    """One weight's output gradients of the last captured micro-batch were added."""
 
-    Raises ValueError for a weight that no `nn.Linear` owns.
-    """
-    owners: dict[str, nn.Module] = {}
-    for module_name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            owners[clean_name(f"{module_name}.weight".lstrip("."))] = module
-    found: dict[str, nn.Module] = {}
-    for group in groups:
-        if not isinstance(group.rule, Dobb):
-            continue
-        hook = _capture_input if group.rule.dobb.side == "A" else _capture_output_gradient
-        for name, param in zip(group.names, group.params):
-            if name not in owners:
-                raise ValueError(
-                    f'optimizer.name = "dobb" captures what a linear layer reads, and {name!r} '
-                    f"{tuple(param.shape)} belongs to none (expert stacks are not supported): take another "
-                    "optimizer.name"
-                )
-            module = owners[name]
-            found[name] = module
-            if module.__dict__.get(_HOOKED) is hook:
-                continue  # by an earlier optimizer of this model
-            setattr(module, _HOOKED, hook)
-            setattr(module, _TOTAL, None)
-            setattr(module, _COUNT, None)
-            module.register_forward_hook(hook)
-    return found
+    capture: DobbCapture
+    bucket: int
+    name: str
 
-
-def build_capture(
-    groups: Sequence[ParamGroupSpec],
-    modules: Mapping[str, nn.Module],
-    states: Mapping[str, Mapping[str, Tensor]],
-) -> DobbCapture | None:
-    """The capture of an optimizer's weights under Dobb, or None without such.
-
-    states: by weight name, with `statistic` and `basis`.
-    """
-    rules = [group.rule for group in groups if isinstance(group.rule, Dobb)]
-    if not rules:
-        return None
-    weights = [
-        Captured(name, module, states[name]["statistic"], states[name]["basis"])
-        for name, module in modules.items()
-    ]
-    return DobbCapture(rules[0], weights)
+    def __call__(self) -> None:
+        self.capture.gradient_seen(self.bucket, self.name)

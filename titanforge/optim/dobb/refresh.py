@@ -9,18 +9,16 @@ from titanforge.kernels.cholesky_qr import cholesky_qr_refresh
 from titanforge.optim.matrix_options import DobbOptions
 
 
-def refresh_bases(
-    statistic: Tensor, basis: Tensor, options: DobbOptions, cold: bool
-) -> tuple[Tensor, Tensor]:
-    """Algorithm 2 on blocks [N, w, w]; fp32 arithmetic whatever the storage.
+def refresh_bases(statistic: Tensor, basis: Tensor, options: DobbOptions) -> tuple[Tensor, Tensor]:
+    """Algorithm 2 on blocks [N, w, w] that have a basis: (C + eps I) U orthonormalised, k times. fp32
+    arithmetic whatever the storage.
 
-    cold: the first refresh, by an exact eigendecomposition; later ones orthonormalise (C + eps I) U, k times.
     Returns the new bases as stored (a block whose factorisation failed keeps its old one), and the number of
     those that failed, int64 scalar on the device. Nothing waits for the device.
     """
     c, failed = statistic.float(), torch.zeros((), dtype=torch.int64, device=basis.device)
-    if cold or options.iterations == 0:
-        return _exact(c, basis, options.shift)
+    if options.iterations == 0:
+        return eigenbases(statistic, basis, options)
     for _ in range(options.iterations):
         if options.qr == "cholesky":
             basis, bad = cholesky_qr_refresh(c, basis, options.relative_shift)
@@ -30,11 +28,13 @@ def refresh_bases(
     return basis, failed
 
 
-def _exact(c: Tensor, basis: Tensor, shift: float) -> tuple[Tensor, Tensor]:
+def eigenbases(statistic: Tensor, basis: Tensor, options: DobbOptions) -> tuple[Tensor, Tensor]:
+    """The eigenvectors of C + eps I: the first basis of a block. Arguments and results of `refresh_bases`."""
+    c = statistic.float()
     # A library that meets NaN may raise or not return: such blocks decompose the identity instead.
     good = torch.isfinite(c).all(dim=(-2, -1), keepdim=True)
     identity = torch.eye(c.shape[-1], device=c.device)
-    vectors = torch.linalg.eigh(torch.where(good, c, identity) + shift * identity).eigenvectors
+    vectors = torch.linalg.eigh(torch.where(good, c, identity) + options.shift * identity).eigenvectors
     return torch.where(good, vectors.to(basis.dtype), basis), (~good).sum()
 
 

@@ -20,9 +20,10 @@ class Dobb(MatrixRule):
     linf), or columns of unit norm (norm l2).
 
     U_b is an orthonormal basis that tracks the eigenvectors of block b of the second moment of the layer's
-    inputs (A) or output gradients (G). Auxiliary states: `statistic`, C [B, w, w], and `basis`, U [B, w, w],
-    w the blocks' width; U begins as the identity. Weights that are several matrices read one input: with side
-    A these share C and U.
+    inputs (A) or output gradients (G). Auxiliary states: `statistic`, C, and `basis`, U, blocks [w, w] in the
+    order of the axis that they cut, [B, w, w], w their width; U begins as the identity. With side A a weight
+    of several matrices has [1, B, w, w], which these share, as they read one input ([parts, B, w, w] if
+    statistics are of gradients), with side G [parts B, w, w]. Experts [E, m, n] have [E, B, w, w].
     """
 
     name = "dobb"
@@ -31,6 +32,8 @@ class Dobb(MatrixRule):
 
     def __init__(self, options: MatrixOptions | None = None, nesterov: bool = False) -> None:
         super().__init__(options, nesterov)
+        self.whole_parts = self.dobb.side == "A"
+        self.u_statistic_of_gradient = self.dobb.source == "gradient"
         if self.options.update_scale == "own":
             raise ValueError('optimizer.update_scale = "own": Dobb has none beside the shared one')
 
@@ -56,20 +59,60 @@ class Dobb(MatrixRule):
             )
         return count, length // count
 
-    def auxiliary_slots(self, shape: torch.Size) -> tuple[AuxiliarySlot, ...]:
-        count, width = self.blocks_of(shape)
-        shared = [1] * (len(shape) - 2) if self.dobb.side == "A" else shape[:-2]
-        whole = torch.Size((*shared, count, width, width))
+    def auxiliary_slots(self, shape: torch.Size, parts: int = 1) -> tuple[AuxiliarySlot, ...]:
+        count, width = self.blocks_of(torch.Size((shape[-2] // parts, shape[-1])))
+        axis = len(shape) - 1 if self.dobb.side == "A" else len(shape) - 2
+        if len(shape) > 2:
+            leading = (*shape[:-2], count)
+            follows = (*((dim, dim) for dim in range(len(shape) - 2)), (axis, len(shape) - 2))
+        elif self.dobb.side == "A" and parts > 1:
+            leading, follows = (1 if self.dobb.source == "activation" else parts, count), ((axis, 1),)
+        else:
+            leading, follows = (parts * count,), ((axis, 0),)
+        whole = torch.Size((*leading, width, width))
         return (
-            AuxiliarySlot("statistic", whole, DTYPES[self.dobb.statistics_dtype]),
-            AuxiliarySlot("basis", whole, DTYPES[self.dobb.basis_dtype]),
+            AuxiliarySlot("statistic", whole, DTYPES[self.dobb.statistics_dtype], follows),
+            AuxiliarySlot("basis", whole, DTYPES[self.dobb.basis_dtype], follows),
         )
 
-    def new_auxiliary(self, shape: torch.Size, device: torch.device, seed: int = 0) -> State:
-        statistic, basis = super().new_auxiliary(shape, device)
+    def new_auxiliary(self, shape: torch.Size, device: torch.device, seed: int = 0, parts: int = 1) -> State:
+        statistic, basis = super().new_auxiliary(shape, device, parts=parts)
         if device.type != "meta":
             basis.diagonal(dim1=-2, dim2=-1).fill_(1.0)
         return statistic, basis
+
+    def shard_dim(self, shape: torch.Size) -> int:
+        """Experts go whole; matrices are cut along the axis of their blocks."""
+        return 0 if len(shape) > 2 or self.dobb.side == "G" else 1
+
+    def check_shards(self, name: str, shape: torch.Size, parts: int, dim: int | None, shards: int) -> None:
+        size = " x ".join(map(str, shape))
+        slot = self.auxiliary_slots(shape, parts)[0]
+        dims = dict(slot.follows)
+        if dim is None or dim not in dims:
+            raise ValueError(
+                f"Dobb has its blocks along another axis of {name!r}, {size}, than shards cut: give "
+                "fully_shard(shard_placement_fn=...) the dim of `optim.shard_dims`, as apply_fsdp does"
+            )
+        length, width = shape[dim], shape[dim] // slot.shape[dims[dim]]
+        if dim > 0 and length % shards:  # fully_shard cuts evenly there
+            raise ValueError(
+                "parallelism.data_parallel_shard_degree: Dobb shards weights along their blocks, and "
+                f"{shards} shards do not divide axis {dim} of {name!r}, {size}: take a divisor of {length}, "
+                "and parallelism.data_parallel_replicate_degree for the other ranks"
+            )
+        chunk = -(-length // shards)
+        if chunk % width:
+            by_width = self.dobb.block_width > 0
+            key = "block_width" if by_width else "blocks"
+            fit = f"a divisor of {chunk}" if by_width else f"a multiple of {shards}"
+            if not by_width and (parts > 1 or length % shards):
+                fit = f"blocks whose width divides {chunk}"
+            raise ValueError(
+                f"optimizer.dobb.{key} = {getattr(self.dobb, key)}: blocks of {name!r}, {size}, are {width} "
+                f"wide and would not lie within one of {shards} shards of {chunk}: take {fit}, or fewer "
+                "shards (parallelism.data_parallel_shard_degree)"
+            )
 
     def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
         basis = auxiliary[1].to(m.dtype)

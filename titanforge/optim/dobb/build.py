@@ -1,0 +1,70 @@
+"""From weights under Dobb to what keeps their bases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanforge.optim.dobb.capture import BasisKeeper, DobbCapture
+from titanforge.optim.dobb.gram import GramKeeper
+from titanforge.optim.dobb.hooks import Reader
+from titanforge.optim.dobb.reduction import Captured
+from titanforge.optim.dobb.rule import Dobb
+from titanforge.optim.param_groups import ParamGroupSpec
+
+
+class Entry(Protocol):
+    """What of an engine's entry is needed here."""
+
+    name: str
+    param: nn.Parameter
+    auxiliary: dict[str, Tensor]
+
+
+def build_capture(
+    groups: Sequence[ParamGroupSpec], readers: Mapping[str, Reader], entries: Sequence[Entry]
+) -> BasisKeeper | None:
+    """What keeps the bases of an optimizer's weights under Dobb, or None without such (or without hooks).
+
+    readers: from `install_hooks`. entries: of all weights, with auxiliary states `statistic` and `basis`.
+    """
+    rules = {name: group.rule for group in groups for name in group.names if isinstance(group.rule, Dobb)}
+    if not rules:
+        return None
+    rule = next(iter(rules.values()))
+    under = [entry for entry in entries if entry.name in rules]
+    if rule.dobb.source == "gradient":
+        nobody = Reader(nn.Module(), "")
+        weights = [_captured(entry, nobody) for entry in under]
+        return GramKeeper(rule, weights, [(entry.param, _matrices(entry)) for entry in under])
+    if not readers:
+        return None
+    return DobbCapture(rule, [_captured(entry, readers[entry.name]) for entry in under])
+
+
+def _captured(entry: Entry, reader: Reader) -> Captured:
+    statistic, basis = (entry.auxiliary[slot] for slot in ("statistic", "basis"))
+    blocks = basis.numel() // basis.shape[-1] ** 2
+    groups = basis.shape[0] if entry.param.dim() > 2 else 1
+    chunk = blocks
+    if isinstance(basis, DTensor):
+        for axis, placement in enumerate(basis.placements):
+            if placement.is_shard():
+                dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+                here = -(-basis.shape[dim] // basis.device_mesh.size(axis))
+                chunk = here * blocks // basis.shape[dim]
+    return Captured(entry.name, reader, _flat(statistic), _flat(basis), blocks, chunk, groups)
+
+
+def _flat(state: Tensor) -> Tensor:
+    local = state.to_local() if isinstance(state, DTensor) else state
+    return local.view(local.shape[:-2].numel(), *local.shape[-2:])  # none at all on some ranks
+
+
+def _matrices(entry: Entry) -> int:
+    basis = entry.auxiliary["basis"]
+    local = basis.to_local() if isinstance(basis, DTensor) else basis
+    return local.shape[0] if local.dim() > 3 else 1

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+# The older name warns where the newer one exists.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass
 class LedgerEntry:
@@ -146,9 +149,9 @@ class CommLedger:
             output.copy_(tensor.view_as(output))
             return None
         if async_op:
-            return dist.reduce_scatter_tensor(output, tensor, group=group, async_op=True)
+            return _reduce_scatter(output, tensor, group=group, async_op=True)
         with self._timed(tensor, axis, purpose):
-            return dist.reduce_scatter_tensor(output, tensor, group=group)
+            return _reduce_scatter(output, tensor, group=group)
 
     def _note(self, tensor: Tensor, group: ProcessGroup | None, axis: str, purpose: str) -> bool:
         if group is None or dist.get_world_size(group) == 1:

@@ -11,11 +11,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.distributed_harness import run_distributed
-from titanforge.config.sections import Optimizer
+from titanforge.config.sections import DionOptions, Optimizer
 from titanforge.optim import DataLinks, build_optimizer
+from titanforge.optim.accounting import cross_shard_payload
 
 RECIPES = [
     ("AdamW", "float32", "none", "native"),
@@ -28,6 +29,26 @@ RECIPES = [
     ("Dion", "float32", "none", "native"),
 ]
 
+MATRIX_RULES = ("Muon", "RMNP", "Dion")
+CASES = [(recipe, 0) for recipe in RECIPES] + [(r, 1) for r in RECIPES if r[0] in MATRIX_RULES]
+"""With the axis along which matrices are cut."""
+
+
+class Attention(nn.Module):
+    """Three matrices of three rows: two ranks have five and four, cut within a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wqkv = nn.Linear(2, 9, bias=False)
+
+
+class Stack(nn.Module):
+    """Three experts: two ranks have two and one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4, 6))
+
 
 class Model(nn.Module):
     """Three rows leave shards of two and one; one row and one number leave an empty shard."""
@@ -35,7 +56,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(70, 3, bias=False), nn.Linear(6, 1)])
+        self.layers = nn.ModuleList([nn.Linear(70, 3, bias=False), nn.Linear(6, 1), Attention(), Stack()])
 
 
 def options_of(recipe: tuple[str, str, str, str]) -> Optimizer:
@@ -46,7 +67,18 @@ def options_of(recipe: tuple[str, str, str, str]) -> Optimizer:
         state_dtype=state_dtype,  # pyright: ignore[reportArgumentType]
         master_weights=master,  # pyright: ignore[reportArgumentType]
         implementation=implementation,  # pyright: ignore[reportArgumentType]
+        nesterov=name == "RMNP",
+        dion=DionOptions(rank_fraction=0.5),
     )
+
+
+def payload(name: str, axis: int) -> int:
+    """Scalars that a step exchanges; of the experts, which lie whole on a rank, none."""
+    if name not in MATRIX_RULES:
+        return 0
+    matrices = [(3, 70), (1, 6), (3, 2), (3, 2), (3, 2)]
+    cut = "output" if axis == 0 else "input"
+    return sum(cross_shard_payload(name.lower(), m, n, cut, rank_fraction=0.5) for m, n in matrices)
 
 
 def train(model: nn.Module, recipe: tuple[str, str, str, str], gathered: list[int] | None = None) -> dict:
@@ -61,22 +93,28 @@ def train(model: nn.Module, recipe: tuple[str, str, str, str], gathered: list[in
             if isinstance(param, DTensor):
                 gradient = distribute_tensor(gradient, param.device_mesh, param.placements)
             param.grad = gradient
+        if step == 0:  # zero, and below none at all
+            model.layers[0].weight.grad.zero_()  # pyright: ignore
+        if step == 1:
+            model.layers[2].wqkv.weight.grad = None  # pyright: ignore
         optimizer.step(torch.tensor(1.0))
     return optimizer.state_dict()
 
 
 def sharded(rank: int, world_size: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
-    for index, recipe in enumerate(RECIPES):
+    for index, (recipe, axis) in enumerate(CASES):
         model = Model()
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        assert {p.to_local().numel() for p in model.layers[1].parameters()} == ({6, 1} if rank == 0 else {0})  # pyright: ignore
+        for module in (*model.layers, model):
+            fully_shard(
+                module, mesh=mesh, shard_placement_fn=lambda p, at=axis: Shard(at) if p.dim() == 2 else None
+            )
+        assert axis or {p.to_local().numel() for p in model.layers[1].parameters()} == (
+            {6, 1} if rank == 0 else {0}
+        )  # pyright: ignore
         gathered: list[int] = []
         state = train(model, recipe, gathered)
-        matrices = 3 * 70 + 6 if recipe[0] in ("Muon", "Dion") else 0  # RMNP: whole rows lie on each rank
-        assert sum(gathered) == 3 * 4 * matrices, "the momenta, whole, in fp32, at each of three steps"
+        assert sum(gathered) == 3 * 4 * payload(recipe[0], axis), (recipe, axis)
         keys = [None, None]
         dist.all_gather_object(keys, sorted((n, s) for n, slots in state["state"].items() for s in slots))
         assert keys[0] == keys[1]
@@ -94,7 +132,7 @@ def sharded(rank: int, world_size: int, folder: str) -> None:
 
 def test_two_ranks_equal_one_and_their_checkpoint_loads_in_one(tmp_path: Path) -> None:
     run_distributed(sharded, 2, str(tmp_path))
-    for index, recipe in enumerate(RECIPES):
+    for index, (recipe, _) in enumerate(CASES):
         expected = Model()
         expected_state = train(expected, recipe)
         model = Model()

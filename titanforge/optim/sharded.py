@@ -1,35 +1,24 @@
-"""U of rules of matrices on sharded weights: momenta are gathered, each rank keeps its part of the update.
+"""U of rules of matrices on sharded weights.
 
-The dense exchange of the Dobb paper's Table 3: mn entries a matrix and step. Every rank computes the same
-update from the same bits, so nothing is sent back. Uneven and empty shards are DTensor's business.
+Muon and Scion take the dense exchange of the Dobb paper's Table 3: momenta are gathered, mn entries a matrix
+and step. Every rank computes the same update from the same bits, so nothing is sent back. Uneven and empty
+shards are DTensor's business. Dion and RMNP exchange less: see `low_rank`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanforge.kernels.codecs import as_encoded
+from titanforge.optim.dion import Dion
 from titanforge.optim.local_update import LocalWeight, update_state_global, write_copies
+from titanforge.optim.low_rank import Cut, ShardedWeight, exchange_factors, exchange_row_norms, same_shape
+from titanforge.optim.matrix import RMNP
 from titanforge.optim.rule import StateGlobalRule, select
-
-_BATCH_BYTES = 256 * 2**20
-"""Largest set of gathered momenta, fp32."""
-
-
-class ShardedWeight(Protocol):
-    """What of an engine's entry is needed here."""
-
-    param: nn.Parameter
-
-    @property
-    def momentum(self) -> Tensor: ...
-
-    def item(self) -> LocalWeight: ...
 
 
 def update_sharded(
@@ -41,17 +30,13 @@ def update_sharded(
     """U of a rule with `u_gathers`, after A has run on the shards. Call it on all ranks with all weights,
     empty shards too. record: as of `DataLinks`.
     """
-    batch: list[ShardedWeight] = []
-    held = 0
-    for weight in weights:
-        size = 4 * weight.param.numel()
-        if batch and held + size > _BATCH_BYTES:
+    for batch in same_shape(weights):
+        if isinstance(rule, Dion) and Cut.possible(batch[0].param):
+            exchange_factors(rule, batch, h, record)
+        elif isinstance(rule, RMNP):
+            exchange_row_norms(rule, batch, h, record)
+        else:
             _update_batch(rule, batch, h, record)
-            batch, held = [], 0
-        batch.append(weight)
-        held += size
-    if batch:
-        _update_batch(rule, batch, h, record)
 
 
 def _update_batch(

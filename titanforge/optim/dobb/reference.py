@@ -40,7 +40,9 @@ class DobbReference:
         self, shape: tuple[int, int], *, side: str = "A", norm: str = "linf", blocks: int = 1,
         period: int = 9, beta_c: float = 0.95, mu: float = 0.95, shift: float = 1e-6, omega: float = 1e-2,
         tau: float = 0.2, qr: str = "cholesky", iterations: int = 1, nesterov: bool = False,
+        every_step: bool = False,
     ) -> None:  # fmt: skip
+        """every_step: second moments enter at every step, of the gradient (appendix F.3)."""
         self.side, self.norm, self.period = side, norm, period
         self.beta_c, self.mu, self.shift, self.omega, self.tau = beta_c, mu, shift, omega, tau
         self.qr, self.iterations, self.nesterov = qr, iterations, nesterov
@@ -52,22 +54,33 @@ class DobbReference:
         self.c: list[Tensor | None] = [None] * blocks
         self.u: list[Tensor | None] = [None] * blocks
         self.t = 0
+        self.every_step, self.skipped = every_step, False
+
+    def skip_capture(self) -> None:
+        """Nothing is captured on the coming step (an expert without tokens): statistics stay, and bases of
+        those are refreshed.
+        """
+        self.skipped = True
 
     def step(self, w: Tensor, g: Tensor, captured: Tensor | None, lr: float, decay: float) -> Tensor:
         """captured: X [n, N] or D [m, N] of a refresh step (t mod T = 0). Returns the new weight."""
-        if self.t % self.period == 0:
-            assert captured is not None
-            for b, s in enumerate(self.sets):
+        refreshes = self.t % self.period == 0
+        for b, s in enumerate(self.sets):
+            c, u = self.c[b], self.u[b]
+            if (refreshes or self.every_step) and not self.skipped:
+                assert captured is not None
                 second = captured[s] @ captured[s].T / captured.shape[1]
-                c, u = self.c[b], self.u[b]
                 c = second if c is None else self.beta_c * c + second
                 self.c[b] = c
+            if refreshes and c is not None:
                 self.u[b] = eigenvectors(c, u, self.shift, self.omega, self.qr, self.iterations)
+        self.skipped = False
         self.momentum = self.mu * self.momentum + g
         m = g + self.mu * self.momentum if self.nesterov else self.momentum
         o = torch.zeros_like(m)
         for s, u in zip(self.sets, self.u):
-            assert u is not None
+            if u is None:  # never captured
+                u = torch.eye(len(s), dtype=torch.float64)
             v = m[:, s] if self.side == "A" else m[s].T
             z = v @ u
             if self.norm == "linf":

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -16,6 +17,8 @@ from tests.optim.test_dobb import T, micro_batch, options
 from titanforge.models.layers.moe import MoE
 from titanforge.optim import DataLinks, build_groups, build_optimizer, shard_dims
 from titanforge.optim.accounting import second_moment_entries
+from titanforge.optim.dobb.capture import DobbCapture
+from titanforge.optim.dobb.reduction import Reduction
 from titanforge.optim.matrix_options import DobbOptions
 from titanforge.parallelisms import apply_fsdp
 from titanforge.sync.ledger import CommLedger
@@ -168,8 +171,71 @@ def layouts(rank: int, world_size: int, folder: str) -> None:
             assert counts == [int(replicas > 1 and shards > 1 and step % T == 0) for step in range(STEPS)]
 
 
+def gradient_source(rank: int, world_size: int, folder: str) -> None:
+    """Second moments of the gradient need no exchange at all."""
+    chosen = options(norm="l2", side="A", blocks=4, source="gradient")
+    alone, run = Run(chosen), Run(chosen, 1, 4)
+    alone.train(0, T + 1)
+    counts: list[int] = []
+    run.train(0, T + 1, collectives=counts)
+    assert sum(counts) == 0 and run.ledger.total().count == 0
+    assert_equal(alone.whole(), run.whole(), 1e-3, ("weight", "m", "statistic"))
+
+
+def resumed(rank: int, world_size: int, folder: str) -> None:
+    """From the middle of a period: the same bits on the same ranks, the same run on others."""
+    chosen = options(norm="l2", blocks=4, basis_dtype="bfloat16")
+    run = Run(chosen, 2, 2)
+    names = sorted((n, s) for n, slots in run.optimizer.state_dict()["state"].items() for s in slots)
+    of_all = [None] * world_size
+    dist.all_gather_object(of_all, names)
+    assert all(theirs == names for theirs in of_all)
+    run.train(0, T + 1)
+    state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
+    run.train(T + 1, 2 * T + 1)
+    expected = run.whole()
+    for replicas, shards in ((2, 2), (1, 4)):
+        again = Run(chosen, replicas, shards, seed=5)
+        state = {"model": again.model.state_dict(), "optimizer": again.optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
+        again.model.load_state_dict(state["model"])
+        again.optimizer.load_state_dict(state["optimizer"])
+        again.train(T + 1, 2 * T + 1)
+        if shards == 2:
+            assert_equal(expected, again.whole())
+        else:
+            assert_equal(expected, again.whole(), 1e-2, ("weight", "m", "statistic"))
+
+
+def launches(rank: int, world_size: int, folder: str) -> None:
+    """When reductions are launched; that a refresh from there leaves the same bits as one at the end."""
+    for side in ("A", "G"):
+        chosen = options(side=side, blocks=4)
+        plain, early = Run(chosen, 2, 2), Run(chosen, 2, 2)
+        capture, seen = early.optimizer.capture, []
+        assert isinstance(capture, DobbCapture)
+        capture._buckets = [[weight] for weight in capture.weights]
+
+        def refresh_at_once(reduction: Reduction, capture=capture, seen=seen) -> None:
+            seen.append((reduction.weights[0].name, torch._C._current_graph_task_id() != -1))
+            capture.prepare([reduction])
+
+        capture.on_reduction = refresh_at_once
+        for run in (plain, early):
+            run.train(0, T + 1)
+        assert_equal(plain.whole(), early.whole())
+        names = [weight.name for weight in capture.weights]
+        assert [name for name, _ in seen] == 2 * names
+        in_backward = {within for _, within in seen}
+        assert in_backward == {side == "G"}
+
+
 def everything(rank: int, world_size: int, folder: str) -> None:
     layouts(rank, world_size, folder)
+    gradient_source(rank, world_size, folder)
+    resumed(rank, world_size, folder)
+    launches(rank, world_size, folder)
 
 
 def test_shards_and_replicas(tmp_path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -166,6 +167,8 @@ def test_estimate_of_a_tiny_model_against_autograd() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_gpu_pools_add_up_to_the_peak() -> None:
+    gc.collect()
+    others = torch.cuda.memory_allocated() / 2**20  # what tests before this one have left
     model = nn.Sequential(
         nn.Linear(2048, 2048, bias=False), nn.ReLU(), nn.Linear(2048, 2048, bias=False)
     ).cuda()
@@ -182,6 +185,6 @@ def test_gpu_pools_add_up_to_the_peak() -> None:
     parts = [v for k, v in mib.items() if k.startswith("memory/") and k != "memory/reserved_gib"]
     assert sum(parts) == pytest.approx(mib["peak_memory_gib"])
     # Six tensors of 32 MiB (input, two hidden, output, two of their gradients), the products' workspaces.
-    assert 64 <= mib["memory/activations_gib"] <= 384
+    assert 64 <= mib["memory/activations_gib"] - others <= 384
     assert mib["memory/reserved_gib"] >= mib["peak_memory_gib"]
     assert values["memory/alloc_retries"] == 0

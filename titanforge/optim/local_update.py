@@ -203,7 +203,16 @@ def split_rows(tensor: Tensor, parts: int) -> Tensor:
 
 
 def update_layers(rule: UpdateRule, items: Sequence[LocalWeight], h: Tensor) -> None:
-    """A and U of a regime-3 rule, whole layers at a time; same-shape matrices together."""
+    """A and U of a regime-3 rule, whole layers at a time; on a CPU same-shape matrices together."""
+    if items and items[0].weight.is_cuda:
+        # Here, as it imports this module.
+        from titanforge.optim.compiled import update_layer_in_place
+
+        for item in items:
+            if item.weight.numel():
+                update_layer_in_place(rule, item, h)
+        write_copies(items)
+        return
     for batch in _batches(items):
         weights = _stack([item.weight for item in batch])
         gradients = _stack([item.gradient_or_zeros() for item in batch])

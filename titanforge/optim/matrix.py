@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from titanforge.optim import in_place
+from titanforge.optim.compiled import update_weight_in_place
 from titanforge.optim.elementwise import bias_corrections, moment_hyperparameters, slots_of
-from titanforge.optim.local_update import LocalWeight
+from titanforge.optim.local_update import LocalWeight, write_copies
 from titanforge.optim.matrix_options import MatrixOptions
 from titanforge.optim.newton_schulz import newton_schulz
 from titanforge.optim.rule import State, StateGlobalRule, select
@@ -49,6 +50,14 @@ class LAMB(StateGlobalRule):
         both = (weight_norm > 0) & (direction_norm > 0)
         ratio = torch.where(both, weight_norm / direction_norm, 1.0)
         return select(h, w - (h[1] * ratio) * direction, w)
+
+    def update_in_place(self, batch: Sequence[LocalWeight], h: Tensor) -> bool:
+        if any(item.parts > 1 or item.codec is not None or not item.weight.is_cuda for item in batch):
+            return False
+        for item in batch:
+            update_weight_in_place(self, item, h)
+        write_copies(batch)
+        return True
 
 
 class MatrixRule(StateGlobalRule):

@@ -45,21 +45,21 @@ def _compiled(rule: Any, part: str, backend: str) -> Callable[..., None]:
 
     Each has a code object of its own: the compiler counts, and limits, what it has made of one.
     """
-    if part == "layer":
 
-        def step(g: Tensor, w: Tensor, states: list[Tensor], h: Tensor) -> None:
-            new_weight, new_states = rule.update(g.float(), w.float(), tuple(s.float() for s in states), h)
-            for stored, new in zip((w, *states), (new_weight, *new_states)):
-                stored.copy_(new)
-    else:
+    def layer_step(g: Tensor, w: Tensor, states: list[Tensor], h: Tensor) -> None:
+        new_weight, new_states = rule.update(g.float(), w.float(), tuple(s.float() for s in states), h)
+        for stored, new in zip((w, *states), (new_weight, *new_states)):
+            stored.copy_(new)
 
-        def step(w: Tensor, states: list[Tensor], h: Tensor) -> None:
-            w.copy_(rule.weight_update(w.float(), tuple(s.float() for s in states), h))
+    def weight_step(w: Tensor, states: list[Tensor], h: Tensor) -> None:
+        w.copy_(rule.weight_update(w.float(), tuple(s.float() for s in states), h))
 
+    step: Callable[..., None] = layer_step if part == "layer" else weight_step
+    name = f"{rule.name}_{part}"
     own = types.FunctionType(
-        step.__code__.replace(co_name=f"{rule.name}_{part}"),
+        step.__code__.replace(co_name=name),
         step.__globals__,
-        f"{rule.name}_{part}",
+        name,
         step.__defaults__,
         step.__closure__,
     )

@@ -14,7 +14,7 @@ from titanforge.layout import DTYPES, axis_lines, build_dims, check_model
 from titanforge.metrics import activation_bytes, estimate_memory
 from titanforge.metrics.memory import GIB
 from titanforge.models.layers.loss import CHUNK_LOGITS
-from titanforge.optim import build_groups, state_bytes
+from titanforge.optim import build_groups, exchange_lines, state_bytes
 from titanforge.parallelisms import tensor_rank_weights
 
 
@@ -49,6 +49,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     for group in optimizer_groups:
         options = ", ".join(f"{key} {value:g}" for key, value in group.options.items())
         lines.append(f"  {group.name:<28}{group.num_parameters:>18,}  {options}")
+    lines += [f"  {line}" for line in exchange_lines(optimizer_groups, dims.degree("dp_shard_cp"))]
     chunk_logits = FUSED_CHUNK_LOGITS if config.forge.enable else CHUNK_LOGITS
     gradient_bytes = weight_bytes = DTYPES[training.dtype].itemsize
     if config.forge.enable:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from titanforge.config.sections import Optimizer
-from titanforge.optim import build_optimizer
+from titanforge.models.registry import build_model
+from titanforge.optim import build_groups, build_optimizer, exchange_lines
 from titanforge.optim.accounting import cross_shard_payload, second_moment_entries, state_entries
 from titanforge.optim.matrix_options import DobbOptions
 
@@ -61,3 +63,24 @@ def test_states_are_those_that_an_optimizer_has(name: str) -> None:
     stored = sum(tensor.numel() for slot, tensor in states.items() if slot != "captured_steps")
     dobb = DobbOptions(side=options.dobb.side, blocks=4)
     assert stored == state_entries(options.name.lower(), M, N, rank_fraction=0.25, dobb=dobb)
+
+
+def test_a_whole_model_is_accounted_for_as_in_the_paper() -> None:
+    """Figure 1: Dion's payload on GPT-2 XL is 1.5 rho of Muon's; a fused QKV counts as its three matrices."""
+    with torch.device("meta"):
+        model, _ = build_model("gpt2", "1.56B", vocab_size=1, seq_len=8)
+    told = {}
+    for name in ("Muon", "Dion", "RMNP", "Dobb"):
+        options = Optimizer(name=name)
+        options.dion.rank_fraction = 1 / 16
+        options.dobb.blocks = 16
+        (told[name],) = exchange_lines(build_groups(model, options), 4)
+    entries = 48 * (4 * 1600**2 + 2 * 4 * 1600**2)
+    assert told["Muon"] == f"muon sends {entries:,} scalars a step between 4 shards"
+    assert told["Dion"] == f"dion sends {entries * 15 // 160:,} scalars a step between 4 shards"
+    assert told["RMNP"] == "rmnp sends 0 scalars a step between 4 shards"
+    moments = 48 * (3 * 1600**2 + 6400**2) // 16
+    assert told["Dobb"] == (
+        f"dobb sends 0 scalars a step between 4 shards; second moments, {moments:,} scalars, every 9 steps"
+    )
+    assert exchange_lines(build_groups(model, Optimizer(name="Muon")), 1) == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from titanforge.optim.build import build_groups, build_optimizer, shard_dims, state_bytes
 from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.exchanges import exchange_lines
 from titanforge.optim.links import DataLinks
 from titanforge.optim.lr_schedule import lr_factor
 from titanforge.optim.registry import RULES, build_rule
@@ -23,6 +24,7 @@ __all__ = [
     "build_groups",
     "build_optimizer",
     "build_rule",
+    "exchange_lines",
     "lr_factor",
     "shard_dims",
     "state_bytes",

@@ -34,11 +34,11 @@ def cross_shard_payload(
     Dobb's second moments, once each T steps over ranks with other data, are `second_moment_entries`. Raises
     ValueError for a rule that is no rule of matrices.
     """
-    if name not in ("adamw", "muon", "dion", "rmnp", "dobb"):
+    if name not in ("adamw", "muon", "scion", "dion", "rmnp", "dobb"):
         raise ValueError(f"no accounting for optimizer.name = {name!r}")
     if sharded == "none" or name == "adamw":
         return 0
-    if name == "muon":
+    if name in ("muon", "scion"):
         return rows * columns
     if name == "dion":
         return dion_rank(rows, columns, rank_fraction) * (rows + columns)
@@ -65,7 +65,7 @@ def state_entries(
 ) -> int:
     """Scalars that stay from step to step: momentum, Dion's factor, Dobb's second moment and basis."""
     momentum = rows * columns
-    if name in ("muon", "rmnp"):
+    if name in ("muon", "scion", "rmnp"):
         return momentum
     if name == "adamw":
         return 2 * momentum

@@ -14,6 +14,7 @@ from titanforge.optim import split
 from titanforge.optim.dobb.build import build_capture
 from titanforge.optim.dobb.capture import BasisKeeper
 from titanforge.optim.dobb.hooks import Reader
+from titanforge.optim.exchanges import exchange_lines
 from titanforge.optim.hyper_table import HyperTable
 from titanforge.optim.links import DataLinks
 from titanforge.optim.local_update import (
@@ -205,7 +206,7 @@ class RuleOptimizer:
 
     def report(self) -> str:
         """More about who updates which weights than `groups` says, for printing at start-up."""
-        return ""
+        return "\n".join(exchange_lines(self.groups, self.links.shards))
 
     def metrics(self) -> dict[str, Tensor]:
         """Scalars worth logging, by metric name."""

@@ -86,7 +86,7 @@ def autotune(
     targets = [scratch_target(epilogue, codec_names, shape, device, master=master) for _ in range(copies)]
     timed: list[tuple[float, TileConfig]] = []
     errors: list[str] = []
-    for config in candidates if candidates is not None else candidate_configs(dtype):
+    for config in candidates if candidates is not None else candidate_configs(dtype, device):
 
         def call(target: tuple[Any, Any, Any], config: TileConfig = config) -> None:
             weight, states, own_master = target

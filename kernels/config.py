@@ -6,13 +6,23 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from titanforge.kernels._triton import INTERPRET, next_power_of_2
+from titanforge.kernels.forms import (
+    AUTO,
+    COOPERATIVE,
+    FORMS,
+    PINGPONG,
+    PORTABLE,
+    form_for,
+    selected_form,
+    unavailable,
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,9 @@ class TileConfig:
     """Tile of `block_n` x `block_k` weights, `block_t` tokens a step, and how it is scheduled.
 
     group: rows of tiles walked together. split: pieces in which the epilogue takes a tile (1, 2, 4).
-    prefetch: ask for weights and states in L2 before the mainloop.
+    prefetch: ask for weights and states in L2 before the mainloop. form: of the kernel, `forms.FORMS`; the
+    forms other than portable have fixed tiles and take `block_t`, `group`, `stages` and `overlap`: whether
+    pp2's two warpgroups may update at the same time.
     """
 
     block_n: int
@@ -31,6 +43,8 @@ class TileConfig:
     warps: int = 4
     stages: int = 3
     prefetch: bool = False
+    form: str = PORTABLE
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.split not in (1, 2, 4) or self.block_k % (64 * self.split):
@@ -39,6 +53,20 @@ class TileConfig:
             )
         if min(self.block_n, self.block_t) < 16:
             raise ValueError(f"a tile is at least 16 rows by 16 tokens: {self}")
+        tile = {PINGPONG: (128, 128), COOPERATIVE: (128, 256)}.get(self.form)
+        if self.form not in FORMS or (tile and (self.block_n, self.block_k) != tile):
+            raise ValueError(f"a form is one of {', '.join(FORMS)}, each with its own tile: {self}")
+
+    def packed(self) -> list[int]:
+        """As integers, for a custom op."""
+        *sizes, prefetch, form, overlap = astuple(self)
+        return [*sizes, int(prefetch), FORMS.index(form), int(overlap)]
+
+    @staticmethod
+    def unpacked(packed: list[int]) -> TileConfig:
+        """The configuration that `packed` gave these integers."""
+        *sizes, prefetch, form, overlap = packed
+        return TileConfig(*sizes, prefetch=bool(prefetch), form=FORMS[form], overlap=bool(overlap))
 
 
 # Measured on an H200 with AdamW and bf16 states: the narrow tile hides its epilogue behind other blocks of
@@ -51,6 +79,9 @@ _SMALL = TileConfig(64, 64, 64, group=8, warps=4, stages=3)
 # fp32 operands take twice the shared memory, and products without tensor cores take many registers.
 _FP32 = TileConfig(64, 64, 16, group=8, warps=8, stages=2)
 _INTERPRETED = TileConfig(32, 64, 32, group=2)
+_PINGPONG = TileConfig(128, 128, 64, group=1, stages=4, form=PINGPONG)
+_COOPERATIVE = TileConfig(128, 256, 32, group=8, split=4, warps=8, stages=4, form=COOPERATIVE)
+_WIDE_ROWS = 8192  # from this many columns on, tiles are walked in groups of rows
 
 
 def cache_path() -> Path:
@@ -96,21 +127,36 @@ def remember_config(key: str, config: TileConfig) -> None:
 
 
 def choose_config(
-    n: int, k: int, tokens: int, dtype: torch.dtype, codecs: str, device: torch.device, *, heavy: bool = False
+    n: int,
+    k: int,
+    tokens: int,
+    dtype: torch.dtype,
+    codecs: str,
+    device: torch.device,
+    *,
+    heavy: bool = False,
+    form: str | None = None,
 ) -> TileConfig:
     """The tuned configuration for this device and shape, or else the table's.
 
     n, k: rows and columns of the weight. tokens: of the whole batch (per expert on average, for grouped
     weights). dtype: of the operands. codecs: storage of weight and states, as in the key of a tuned entry.
-    heavy: whether the epilogue needs many registers.
+    heavy: whether the epilogue needs many registers. form: of the kernel, by default what `forge.kernel` asks
+    for; a tuned configuration of another form than the one asked for is not taken.
     """
     if INTERPRET and device.type == "cpu":
         return _INTERPRETED
+    asked = form or selected_form()
     tuned = _tuned()
     if tuned and device.type == "cuda":
         key = shape_key(device_name(device), n, k, tokens, dtype, codecs)
-        if key in tuned:
+        if key in tuned and asked in (AUTO, tuned[key].form):
             return tuned[key]
+    form = form or form_for(tokens, device)
+    if form == PINGPONG:
+        return replace(_PINGPONG, group=8 if k > _WIDE_ROWS else 1)
+    if form == COOPERATIVE:
+        return _COOPERATIVE
     if dtype == torch.float32:
         return _FP32
     if n <= 256 or k <= 256:
@@ -120,8 +166,8 @@ def choose_config(
     return _MANY_TOKENS_HEAVY if heavy else _MANY_TOKENS
 
 
-def candidate_configs(dtype: torch.dtype) -> list[TileConfig]:
-    """What the autotuner tries."""
+def candidate_configs(dtype: torch.dtype, device: torch.device) -> list[TileConfig]:
+    """What the autotuner tries: forms that the device cannot run are left out."""
     if dtype == torch.float32:
         return [_FP32, TileConfig(64, 64, 32, warps=4, stages=2), TileConfig(32, 64, 32, warps=4, stages=3)]
     shapes = (
@@ -132,9 +178,16 @@ def candidate_configs(dtype: torch.dtype) -> list[TileConfig]:
         (128, 256, 4, 8),
         (64, 256, 2, 4),
     )
-    return [
+    portable = [
         TileConfig(block_n, block_k, 64, group, split, warps, stages, prefetch=True)
         for block_n, block_k, split, warps in shapes
         for group in (1, 8)
         for stages in (3, 4)
     ] + [_SMALL]
+    if unavailable(device):
+        return portable
+    groups = (1, 4, 8)
+    pingpong = [
+        replace(_PINGPONG, group=group, overlap=overlap) for group in groups for overlap in (False, True)
+    ]
+    return [*pingpong, *[replace(_COOPERATIVE, group=group) for group in groups], *portable]

@@ -41,9 +41,10 @@ def decode_fp8(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """
     bits = code.to(tl.uint32)
     magnitude = ((bits & 0x7F) << (23 - MANTISSA)).to(tl.float32, bitcast=True)
-    # 2^(127 - BIAS) as a power that fp32 holds: BIAS is 7 or 15.
-    power = tl.full([1, 1], (254 - BIAS) << 23, tl.uint32).to(tl.float32, bitcast=True)
-    x = magnitude * power
+    if BIAS == 7:
+        x = magnitude * 1.329227995784916e36  # 2^120
+    else:
+        x = magnitude * 5.192296858534828e33  # 2^112, of the bias 15
     # The sign is set as a bit: some versions of Triton negate as 0 - x, which loses that of zero.
     return (x.to(tl.uint32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
 
@@ -66,6 +67,24 @@ def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 @jit
+def decode_codes(codes, CODEC: tl.constexpr):
+    """fp32 of stored codes, before any scale."""
+    if (CODEC & KIND) == BLOCKWISE:
+        # An integer below 2^22 added to the bits of 1.5 * 2^23 is added to its value: full rate, where a
+        # conversion of integers is not.
+        bits = codes.to(tl.int32) + 0x4B400000
+        x = bits.to(tl.float32, bitcast=True) - ROUND_TO_INTEGER
+    elif (CODEC & KIND) == TENSORWISE:
+        if (CODEC & FORM) == 0:
+            x = decode_fp8(codes, 3, 7)
+        else:
+            x = decode_fp8(codes, 2, 15)
+    else:
+        x = codes.to(tl.float32)
+    return x
+
+
+@jit
 def decode_tile(
     ptr,
     meta_ptr,
@@ -79,20 +98,14 @@ def decode_tile(
     MASKED: tl.constexpr,
 ):
     """fp32 [R, C] of a stored tile; masked-out elements are 0."""
-    codes = load(ptr + base + off, mask, MASKED)
+    x = decode_codes(load(ptr + base + off, mask, MASKED), CODEC)
     if (CODEC & KIND) == BLOCKWISE:
         scale = load(meta_ptr + scale_base + scale_off, scale_mask, MASKED)
-        rows: tl.constexpr = codes.shape[0]
-        columns: tl.constexpr = codes.shape[1]
-        blocks = tl.reshape(codes.to(tl.float32), (rows, columns // 64, 64)) * scale[:, :, None]
-        x = tl.reshape(blocks, (rows, columns))
+        rows: tl.constexpr = x.shape[0]
+        columns: tl.constexpr = x.shape[1]
+        x = tl.reshape(tl.reshape(x, (rows, columns // 64, 64)) * scale[:, :, None], (rows, columns))
     elif (CODEC & KIND) == TENSORWISE:
-        if (CODEC & FORM) == 0:
-            x = decode_fp8(codes, 3, 7) * tl.load(meta_ptr)
-        else:
-            x = decode_fp8(codes, 2, 15) * tl.load(meta_ptr)
-    else:
-        x = codes.to(tl.float32)
+        x = x * tl.load(meta_ptr)
     if CODEC & ROOT:
         x = x * x
     return x
@@ -126,6 +139,67 @@ def store(pointers, value, mask):
 
 
 @jit
+def plain_codes(x, lane, CODEC: tl.constexpr):
+    """fp32 to the storage of a plain codec. lane: 16 random bits per element, where it rounds at random."""
+    if (CODEC & FORM) == 0:
+        return x
+    elif (CODEC & FORM) == 2 * FORM_UNIT:
+        return x.to(tl.float16)
+    elif CODEC & RANDOM:
+        return to_bf16_stochastic(x, lane)
+    else:
+        return to_bf16(x)
+
+
+@jit
+def block_scales(absmax, CODEC: tl.constexpr):
+    """(factor, scale) of blocks with these largest magnitudes: x * factor is what is rounded, scale is
+    kept.
+    """
+    absmax = tl.maximum(absmax, ABSMAX_FLOOR)
+    if (CODEC & FORM) == 0:
+        levels = tl.where(absmax > 0, 127.0, 127.0)
+    else:
+        levels = tl.where(absmax > 0, 255.0, 255.0)
+    return tl.div_rn(levels, absmax), tl.div_rn(absmax, levels)
+
+
+@jit
+def block_codes(y, lane, CODEC: tl.constexpr):
+    """Codes of a block codec for fp32 `y` = x * factor."""
+    if (CODEC & FORM) == 0:
+        lowest: tl.constexpr = -127.0
+        levels: tl.constexpr = 127.0
+    else:
+        lowest: tl.constexpr = 1.0
+        levels: tl.constexpr = 255.0
+    if CODEC & RANDOM:
+        y = tl.floor(y + lane.to(tl.float32) * 1.52587890625e-05)
+    # Clamping to integers and rounding commute. The low byte of 1.5 * 2^23 + q is q in two's complement.
+    q = tl.minimum(tl.maximum(y, lowest), levels) + ROUND_TO_INTEGER
+    code = q.to(tl.int32, bitcast=True)
+    if (CODEC & FORM) == 0:
+        return code.to(tl.int8)
+    else:
+        return (code & 0xFF).to(tl.uint8)
+
+
+@jit
+def fp8_codes(x, scale, CODEC: tl.constexpr):
+    """Codes of an fp8 codec under the scale of this store, a power of two."""
+    # The scale is a power of two, so its reciprocal is exact: mirror the exponent.
+    y = x * (0x7F000000 - scale.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+    if (CODEC & FORM) == 0:
+        y = tl.minimum(tl.maximum(y, -448.0), 448.0)
+        if CODEC & FLOORED:
+            y = tl.maximum(y, 0.001953125)  # the smallest positive code
+        code = encode_fp8(y, 3, 7)
+    else:
+        code = encode_fp8(tl.minimum(tl.maximum(y, -57344.0), 57344.0), 2, 15)
+    return code
+
+
+@jit
 def encode_tile(
     x, lane, ptr, meta_ptr, base, off, mask, write, scale_base, scale_off, scale_mask,
     CODEC: tl.constexpr, MASKED: tl.constexpr, OBSERVE: tl.constexpr,
@@ -145,28 +219,12 @@ def encode_tile(
         stored_scale = scale_mask & stored_scale
     if (CODEC & KIND) == BLOCKWISE:
         if not OBSERVE:
-            if (CODEC & FORM) == 0:
-                lowest: tl.constexpr = -127.0
-                levels: tl.constexpr = 127.0
-            else:
-                lowest: tl.constexpr = 1.0
-                levels: tl.constexpr = 255.0
             if MASKED:
                 x = tl.where(mask, x, 0.0)
             blocks = tl.reshape(x, (rows, columns // 64, 64))
-            absmax = tl.maximum(tl.max(tl.abs(blocks), axis=2), ABSMAX_FLOOR)
-            inverse = tl.div_rn(tl.full(absmax.shape, levels, tl.float32), absmax)
-            scale = tl.div_rn(absmax, tl.full(absmax.shape, levels, tl.float32))
-            y = tl.reshape(blocks * inverse[:, :, None], (rows, columns))
-            if CODEC & RANDOM:
-                q = tl.floor(y + lane.to(tl.float32) * 1.52587890625e-05)
-            else:
-                q = (y + ROUND_TO_INTEGER) - ROUND_TO_INTEGER
-            q = tl.minimum(tl.maximum(q, lowest), levels)
-            if (CODEC & FORM) == 0:
-                store(ptr + base + off, q.to(tl.int8), stored)
-            else:
-                store(ptr + base + off, q.to(tl.uint8), stored)
+            factor, scale = block_scales(tl.max(tl.abs(blocks), axis=2), CODEC)
+            y = tl.reshape(blocks * factor[:, :, None], (rows, columns))
+            store(ptr + base + off, block_codes(y, lane, CODEC), stored)
             store(meta_ptr + scale_base + scale_off, scale, stored_scale)
     elif (CODEC & KIND) == TENSORWISE:
         if MASKED:
@@ -174,26 +232,9 @@ def encode_tile(
         largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
         tl.atomic_max(meta_ptr + 2, largest, mask=write != 0)
         if not OBSERVE:
-            # The scale is a power of two, so its reciprocal is exact: mirror the exponent.
-            scale_bits = tl.load(meta_ptr + 1).to(tl.uint32, bitcast=True)
-            y = x * (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)
-            if (CODEC & FORM) == 0:
-                y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-                if CODEC & FLOORED:
-                    y = tl.maximum(y, 0.001953125)  # the smallest positive code
-                code = encode_fp8(y, 3, 7)
-            else:
-                code = encode_fp8(tl.minimum(tl.maximum(y, -57344.0), 57344.0), 2, 15)
-            store(ptr + base + off, code, stored)
+            store(ptr + base + off, fp8_codes(x, tl.load(meta_ptr + 1), CODEC), stored)
     elif not OBSERVE:
-        if (CODEC & FORM) == 0:
-            store(ptr + base + off, x, stored)
-        elif (CODEC & FORM) == 2 * FORM_UNIT:
-            store(ptr + base + off, x.to(tl.float16), stored)
-        elif CODEC & RANDOM:
-            store(ptr + base + off, to_bf16_stochastic(x, lane), stored)
-        else:
-            store(ptr + base + off, to_bf16(x), stored)
+        store(ptr + base + off, plain_codes(x, lane, CODEC), stored)
 
 
 @jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, runs_tri
 from titanforge.kernels.codecs import CODECS, Encoded
 from titanforge.kernels.config import TileConfig, choose_config
 from titanforge.kernels.epilogues import Epilogue, get_epilogue
+from titanforge.kernels.forms import COOPERATIVE, PINGPONG, PORTABLE, say_once, selected_form
+from titanforge.kernels.gluon.launch import launch as gluon_launch
+from titanforge.kernels.gluon.launch import refusal
 from titanforge.kernels.step import Target, check_hyper, kernel_parts, make_target, reference_update
 from titanforge.kernels.wgrad_kernel import wgrad_kernel
 
@@ -58,16 +61,44 @@ def _operands(dy: Tensor, x: Tensor, offsets: Tensor | None, expected: torch.Siz
     return operands
 
 
-def config_for(dy: Tensor, x: Tensor, target: Target | None = None, experts: int = 1) -> TileConfig:
+def config_for(
+    dy: Tensor,
+    x: Tensor,
+    target: Target | None = None,
+    experts: int = 1,
+    *,
+    observe: bool = False,
+    bias: bool = False,
+) -> TileConfig:
     """The tile configuration that a launch on these operands (and this target) chooses by itself.
 
-    dy [T, N], x [T, K]. Pass it to both sides of a comparison that is to be bit for bit.
+    dy [T, N], x [T, K]. Its form is the one that `forge.kernel` asks for where that form takes the launch,
+    and else the portable one.
     """
     tokens = cdiv(dy.shape[0], experts)
     dtype = dy.dtype if dy.dtype == x.dtype else torch.float32
-    names = "-".join(target.codec_names) if target is not None else "gradient"
-    heavy = target is not None and target.heavy
-    return choose_config(dy.shape[1], x.shape[1], tokens, dtype, names, dy.device, heavy=heavy)
+    if target is None:
+        return choose_config(dy.shape[1], x.shape[1], tokens, dtype, "gradient", dy.device, form=PORTABLE)
+    names = "-".join(target.codec_names)
+
+    def chosen(form: str | None = None) -> TileConfig:
+        return choose_config(
+            dy.shape[1], x.shape[1], tokens, dtype, names, dy.device, heavy=target.heavy, form=form
+        )
+
+    config = chosen()
+    if config.form == PORTABLE:
+        return config
+    reason = refusal(dy, x, target, config, observe=observe, bias=bias)
+    if not reason:
+        return config
+    if selected_form() == config.form:  # asked for by name
+        say_once(f"forge.kernel = {config.form!r}: some launches run in the portable form ({reason})")
+    elif config.form == COOPERATIVE:
+        narrow = chosen(PINGPONG)
+        if not refusal(dy, x, target, narrow, observe=observe, bias=bias):
+            return narrow
+    return chosen(PORTABLE)
 
 
 def tile_count(shape: Sequence[int], config: TileConfig) -> int:
@@ -129,13 +160,14 @@ def _packed(config: TileConfig | None) -> list[int]:
     """A configuration as a custom op takes it. It is chosen inside the op, out of the compiler's sight, if
     None.
     """
-    return [int(value) for value in astuple(config)] if config is not None else []
+    return config.packed() if config is not None else []
 
 
 def _config(packed: list[int], operands: Operands, target: Target | None) -> TileConfig:
     if packed:
-        *sizes, prefetch = packed
-        return TileConfig(*sizes, prefetch=bool(prefetch))
+        config = TileConfig.unpacked(packed)
+        # Only the portable form stores a gradient; all forms sum it in one order.
+        return config_for(operands.dy, operands.x) if target is None and config.form != PORTABLE else config
     return config_for(operands.dy, operands.x, target, operands.experts)
 
 
@@ -313,11 +345,22 @@ def update_target(
     """
     dy, x, offsets = operands.dy, operands.x, operands.offsets
     if runs_triton(dy):
-        tiles = config or config_for(dy, x, target, operands.experts)
+        tiles = config or config_for(
+            dy, x, target, operands.experts, observe=observe, bias=bias_gradient is not None
+        )
         if norm_partials is not None and norm_partials.numel() < tile_count(operands.shape, tiles):
             raise ValueError(
                 f"norm_partials holds {norm_partials.numel()} of {tile_count(operands.shape, tiles)} tiles"
             )
+        if tiles.form != PORTABLE:
+            if config is not None and (
+                reason := refusal(dy, x, target, config, observe=observe, bias=bias_gradient is not None)
+            ):
+                raise ValueError(
+                    f"the form {config.form} does not take this launch ({reason}): leave config out"
+                )
+            gluon_launch(dy, x, target, rule, hyper, tiles, norm=norm_partials, nonfinite=nonfinite)
+            return
         _launch(
             operands, tiles, kernel_parts(target), epilogue=rule,
             codecs=[CODECS[name].code for name in target.codec_names], stochastic=target.stochastic,

@@ -32,6 +32,7 @@ from titanforge.evaluation import Validator
 from titanforge.forge import build_forge_optimizer
 from titanforge.garbage import GarbageCollector
 from titanforge.interruption import Interrupted, NonFiniteLoss, StopSignal
+from titanforge.kernels.forms import select_form
 from titanforge.layout import build_dims, check_model, parallelize
 from titanforge.metrics import MetricsLogger, Profiler
 from titanforge.models.initialization import initialize_weights
@@ -195,6 +196,7 @@ class Trainer:
         config, training = self.config, self.config.training
         if not config.forge.enable:
             return build_optimizer(self.model, config.optimizer, training.dtype, seed=self.seed)
+        select_form(config.forge.kernel, self.device)
         return build_forge_optimizer(
             self.model,
             config.optimizer,

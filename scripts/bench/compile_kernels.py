@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import triton
+from gluon_sources import gluon_jobs, source_class
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -62,6 +63,11 @@ RECIPES: dict[str, tuple[str, dict[str, str], bool]] = {
     "int8": ("bf16", {"signed": "int8", "square": "uint8_root", "magnitude": "uint8"}, False),
     "int8_sr": ("bf16_sr", {"signed": "int8_sr", "square": "uint8_root_sr", "magnitude": "uint8_sr"}, False),
     "fp8": ("fp8_e4m3", {"signed": "fp8_e5m2", "square": "fp8_root", "magnitude": "fp8_magnitude"}, False),
+}
+
+GLUON_RECIPES = RECIPES | {
+    "fp32_states": ("bf16", dict.fromkeys(("signed", "square", "magnitude"), "fp32"), False),
+    "fp8_states": ("bf16", {"signed": "fp8_e4m3", "square": "fp8_root", "magnitude": "fp8_magnitude"}, False),
 }
 
 
@@ -215,11 +221,17 @@ def compile_one(
     names = function.arg_names
     signature = {name: types.get(name) or "constexpr" for name in names}
     values = {(names.index(name),): constants.get(name) for name in names if signature[name] == "constexpr"}
-    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name] not in
-    ("constexpr",)
-                 and name not in ("tensor_id", "T", "hyper_length", "panel", "panels", "alpha", "beta",
-                 "diagonal", "omega", "scale")}  # fmt: skip
-    source = ASTSource(function, signature, values, divisible)
+    undivided = (
+        "tensor_id", "T", "group", "hyper_length", "panel", "panels", "alpha", "beta", "diagonal", "omega",
+        "scale",
+    )  # fmt: skip
+    divisible = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name in names
+        if not signature[name].startswith(("constexpr", "tensordesc")) and name not in undivided
+    }
+    make = source_class() if function.is_gluon() else ASTSource
+    source = make(function, signature, values, divisible)
     started = time.perf_counter()
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, **LAUNCH_OPTIONS})
     report = {"seconds": round(time.perf_counter() - started, 2), "shared_bytes": kernel.metadata.shared}
@@ -271,6 +283,7 @@ def jobs(quick: bool) -> list[tuple[str, Any, tuple[dict[str, Any], dict[str, An
             ragged = flat_source(adamw, recipe, aligned=False)
             listed.append((f"flat_ragged/adamw/{recipe}", flat_kernel, ragged))
     listed += matrix_jobs()
+    listed += gluon_jobs([adamw] if quick else list(EPILOGUES.values()), GLUON_RECIPES)
     stored = wgrad_source(adamw, "bf16", _FEW_TOKENS, masked=False, grouped=False, store=True)
     listed.append(("wgrad/store_gradient", wgrad_kernel, stored))
     full = wgrad_source(adamw, "fp32", _FP32, masked=False, grouped=False, operand="*fp32")

@@ -6,18 +6,20 @@ to the floor max(bytes / 4.25 TB/s, FLOPs / 730 TF/s) and to cuBLAS G + torch fu
 and kernels.md.
 
     python scripts/bench/kernels.py --out FOLDER [--set default|quick|full] [--budget SECONDS] [--tune]
+    python scripts/bench/kernels.py --out FOLDER --forms portable pp2 coop [--budget SECONDS] [--processes N]
+
+The second compares the forms of the kernel (`kernel_forms.py`), each in processes of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,54 +27,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import triton
+from kernel_cells import (
+    ATTENTION,
+    BANDWIDTH,
+    FLOPS,
+    GATE_UP,
+    LAYER,
+    LAYERS,
+    RECIPES,
+    Cell,
+    Operands,
+    Set,
+    buffer_count,
+    codec_names,
+    floor_ms,
+    hyper_vector,
+    prepare,
+    rms_error,
+    time_standard,
+    torch_adamw,
+)
 from kernels_report import markdown, totals
-from torch import Tensor
 
-from titanforge.kernels.autotune import autotune, scratch_target
-from titanforge.kernels.codecs import BLOCK, Encoded, decode, get_codec
+from titanforge.kernels.autotune import autotune
+from titanforge.kernels.codecs import decode
 from titanforge.kernels.config import TileConfig
 from titanforge.kernels.embedding import embedding_update
-from titanforge.kernels.epilogues import EPILOGUES, Epilogue, get_epilogue
+from titanforge.kernels.epilogues import EPILOGUES, get_epilogue
 from titanforge.kernels.flat import flat_update
+from titanforge.kernels.forms import FORMS
 from titanforge.kernels.step import make_target
 from titanforge.kernels.timing import replay_time
 from titanforge.kernels.wgrad import config_for, fused_wgrad_update, wgrad
-
-BANDWIDTH, FLOPS = 4.25e12, 730e12
-GATE_UP, DOWN, ATTENTION, KEY_VALUE = (14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)
-LAYER = ((GATE_UP, 2), (DOWN, 1), (ATTENTION, 2), (KEY_VALUE, 2))  # one Llama-3.1-8B layer
-LAYERS = 32
-
-RECIPES: dict[str, tuple[str, dict[str, str], bool]] = {
-    # name: weight codec, state codec by slot kind, fp32 master
-    "bf16": ("bf16", dict.fromkeys(("signed", "square", "magnitude"), "bf16"), False),
-    "int8": ("bf16", {"signed": "int8", "square": "uint8_root", "magnitude": "uint8"}, False),
-    "bf16_sr": ("bf16_sr", dict.fromkeys(("signed", "square", "magnitude"), "bf16_sr"), False),
-    "fp32_states": ("bf16", dict.fromkeys(("signed", "square", "magnitude"), "fp32"), False),
-    "master": ("bf16", dict.fromkeys(("signed", "square", "magnitude"), "fp32"), True),
-    "fp8": ("bf16", {"signed": "fp8_e4m3", "square": "fp8_root", "magnitude": "fp8_magnitude"}, False),
-    "int8_sr": ("bf16_sr", {"signed": "int8_sr", "square": "uint8_root_sr", "magnitude": "uint8_sr"}, False),
-}
-
-HYPER = {
-    "apply": 1.0, "lr": 1e-3, "weight_decay": 0.1, "grad_scale": 1.0, "momentum": 0.9, "eps": 1e-8, "alpha":
-    0.95,
-    "one_minus_alpha": 0.05, "beta1": 0.9, "one_minus_beta1": 0.1, "beta2": 0.95, "one_minus_beta2": 0.05,
-    "inverse_correction1": 1 / (1 - 0.9**5), "inverse_sqrt_correction2": (1 - 0.95**5) ** -0.5,
-    "gradient_factor": 0.3, "momentum_factor": 0.8, "adaptive_factor": 0.4, "plain_factor": 0.05, "decay":
-    0.9,
-    "gain": 1.0,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One measurement."""
-
-    rule: str
-    recipe: str
-    shape: tuple[int, int]
-    tokens: int
 
 
 def cells(name: str) -> list[Cell]:
@@ -96,104 +82,6 @@ def cells(name: str) -> list[Cell]:
         listed += [Cell("adamw", "bf16", shape, 8192) for shape in shapes]
         listed += [Cell(rule, recipe, ATTENTION, 512) for rule in EPILOGUES for recipe in RECIPES]
     return list(dict.fromkeys(listed))
-
-
-def codec_names(rule: Epilogue, recipe: str) -> list[str]:
-    """Codec names of weight and two states."""
-    weight, by_kind, _ = RECIPES[recipe]
-    states = [by_kind[kind] for kind in rule.slot_kinds]
-    return [weight if rule.updates_weight else "fp32", *states, *["fp32"] * (2 - len(states))]
-
-
-def moved_bytes(rule: Epilogue, recipe: str, weights: int) -> float:
-    """Bytes read and written once: weight, states, scales, master."""
-    names = codec_names(rule, recipe)
-    used = ([names[0]] if rule.updates_weight else []) + names[1 : 1 + len(rule.slots)]
-    total = 0.0
-    for name in used:
-        codec = get_codec(name)
-        total += codec.dtype.itemsize + (4 / BLOCK if codec.kind == "block" else 0)
-    if RECIPES[recipe][2] and rule.updates_weight:
-        # The master is read and written, and the weight is then only written.
-        total += 4 - get_codec(names[0]).dtype.itemsize / 2
-    return 2 * total * weights
-
-
-def floor_ms(rule: Epilogue, recipe: str, shape: tuple[int, int], tokens: int) -> float:
-    """The time below which no kernel can be on this card."""
-    weights = shape[0] * shape[1]
-    return max(moved_bytes(rule, recipe, weights) / BANDWIDTH, 2.0 * tokens * weights / FLOPS) * 1e3
-
-
-def hyper_vector(rule: Epilogue, device: torch.device) -> Tensor:
-    """Fixed hyperparameters of a rule."""
-    return torch.tensor([HYPER[name] for name in rule.hyper_names], dtype=torch.float32, device=device)
-
-
-@dataclass
-class Set:
-    """One weight with its states."""
-
-    weight: Encoded | None
-    states: list[Encoded]
-    master: Tensor | None
-
-    def parts(self) -> list[Encoded]:
-        """Weight, if any, and states."""
-        return ([self.weight] if self.weight is not None else []) + self.states
-
-    def clone(self) -> Set:
-        """A copy with its own storage."""
-
-        def copy(part: Encoded) -> Encoded:
-            return Encoded(
-                part.values.clone(), part.codec, part.meta.clone() if part.meta is not None else None
-            )
-
-        return Set(
-            copy(self.weight) if self.weight is not None else None,
-            [copy(state) for state in self.states],
-            self.master.clone() if self.master is not None else None,
-        )
-
-    def tensors(self) -> list[Tensor]:
-        """Everything that a step writes, as bytes."""
-        found = [part.values for part in self.parts()] + [p.meta for p in self.parts() if p.meta is not None]
-        return [
-            tensor.view(torch.uint8)
-            for tensor in [*found, *([self.master] if self.master is not None else [])]
-        ]
-
-
-def rms_error(found: Tensor, exact: Tensor) -> float:
-    """Relative root-mean-square error."""
-    return float((found.double() - exact).norm() / exact.norm().clamp_min(1e-300))
-
-
-class Operands:
-    """dy and x of one shape and token count, and the gradient in fp64 for one of the checks."""
-
-    def __init__(self, shape: tuple[int, int], tokens: int, device: torch.device) -> None:
-        generator = torch.Generator(device).manual_seed(0)
-        n, k = shape
-        self.dy = (torch.randn(tokens, n, device=device, generator=generator) * 0.01).bfloat16()
-        self.x = torch.randn(tokens, k, device=device, generator=generator).bfloat16()
-
-    def exact_gradient(self) -> Tensor:
-        """G in fp64."""
-        return self.dy.double().t() @ self.x.double()
-
-
-def prepare(cell: Cell, device: torch.device, seed: int) -> Set:
-    """Random storage at the scale that training has: states of the gradient's size, weights of 0.02."""
-    rule = get_epilogue(cell.rule)
-    torch.manual_seed(seed)
-    weight, states, master = scratch_target(
-        rule, codec_names(rule, cell.recipe), cell.shape, device,
-        master=RECIPES[cell.recipe][2] and rule.updates_weight,
-        gradient_scale=0.01 * max(cell.tokens, 1) ** 0.5,
-    )  # fmt: skip
-    return Set(weight, states, master)
 
 
 def check(cell: Cell, operands: Operands, device: torch.device, config: TileConfig) -> dict[str, Any]:
@@ -235,12 +123,6 @@ def check(cell: Cell, operands: Operands, device: torch.device, config: TileConf
     return result
 
 
-def buffer_count(cell: Cell) -> int:
-    """Sets to rotate through, so that the L2 of 50 MB does not hold the next one."""
-    size = moved_bytes(get_epilogue(cell.rule), cell.recipe, cell.shape[0] * cell.shape[1]) / 2
-    return max(2, min(8, math.ceil(400e6 / max(size, 1.0))))
-
-
 def time_fused(cell: Cell, operands: Operands, device: torch.device, config: TileConfig) -> float:
     """Milliseconds of the fused kernel."""
     rule, hyper = get_epilogue(cell.rule), hyper_vector(get_epilogue(cell.rule), device)
@@ -254,42 +136,6 @@ def time_fused(cell: Cell, operands: Operands, device: torch.device, config: Til
 
     sets = [prepare(cell, device, seed) for seed in range(buffer_count(cell))]
     return replay_time([lambda target=target: call(target) for target in sets])
-
-
-def torch_adamw(
-    weights: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], steps: list[Tensor]
-) -> None:
-    """torch's fused AdamW kernel, without its optimizer's host work."""
-    torch.ops.aten._fused_adamw_(
-        weights, grads, m, v, [], steps, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8,
-        amsgrad=False, maximize=False,
-    )  # fmt: skip
-
-
-def time_standard(cell: Cell, operands: Operands, device: torch.device) -> dict[str, float]:
-    """Milliseconds of cuBLAS G alone, and of G followed by torch's fused AdamW (bf16), as one graph."""
-    count = buffer_count(Cell("adamw", "bf16", cell.shape, cell.tokens))
-    n, k = cell.shape
-    grads = [torch.empty(n, k, device=device, dtype=torch.bfloat16) for _ in range(count)]
-    weights = [torch.randn(n, k, device=device).mul_(0.02).bfloat16() for _ in range(count)]
-    moments = [(torch.randn_like(w), torch.rand_like(w)) for w in weights]
-    steps = [torch.tensor(5.0, device=device) for _ in range(count)]
-
-    def matmul(index: int) -> None:
-        torch.mm(operands.dy.t(), operands.x, out=grads[index])
-
-    def adamw(index: int) -> None:
-        m, v = moments[index]
-        torch_adamw([weights[index]], [grads[index]], [m], [v], [steps[index]])
-
-    def both(index: int) -> None:
-        matmul(index)
-        adamw(index)
-
-    def timed(function: Callable[[int], None]) -> float:
-        return replay_time([lambda index=index: function(index) for index in range(count)])
-
-    return {"cublas_ms": timed(matmul), "torch_adamw_ms": timed(adamw), "standard_ms": timed(both)}
 
 
 def time_flat(device: torch.device) -> dict[str, Any]:
@@ -388,9 +234,17 @@ def main() -> int:
     parser.add_argument("--set", choices=("default", "quick", "full"), default="default")
     parser.add_argument("--budget", type=float, default=210.0, help="seconds in which cells begin")
     parser.add_argument("--tune", action="store_true", help="autotune Llama-8B's shapes first")
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, help="check and compare these forms of the kernel instead"
+    )
+    parser.add_argument("--processes", type=int, default=8, help="checks of forms at a time")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("scripts/bench/kernels.py measures a GPU, and there is none here")
+    if arguments.forms:
+        from kernel_forms import compare_forms
+
+        return compare_forms(arguments.forms, arguments.out, arguments.budget, arguments.processes)
     device = torch.device("cuda")
     arguments.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {

@@ -11,8 +11,9 @@ from titanforge.config.bounds import BOUNDS
 from titanforge.config.effectless import DEPENDENCES
 from titanforge.config.ranks import COORDINATE_RULES
 from titanforge.config.rules import MATRIX_RULES, RULE_KEYS
-from titanforge.config.validation import CHECKPOINT_PARTS, DATASETS, TORCH_OPTIM_RULES
+from titanforge.config.validation import CHECKPOINT_PARTS, DATASETS, FORGE_KERNELS, TORCH_OPTIM_RULES
 from titanforge.data import sources
+from titanforge.kernels.forms import AUTO, FORMS
 from titanforge.layout import build_dims, check_model
 from titanforge.optim.baseline import BASELINE_RULES
 from titanforge.optim.registry import NESTEROV_RULES, RULES, build_rule
@@ -203,6 +204,9 @@ def test_fused_weights_and_exact_clipping_exclude_each_other():
         assert choice in message
     assert validate("--forge.enable", "--forge.clip=lagged") == []
     assert validate("--forge.enable", "--training.max_norm=0") == []
+    hopper = ("--forge.enable", "--training.max_norm=0", "--forge.kernel=pp2")
+    assert validate(*hopper) == []
+    assert refusal_of(*hopper, device="cpu").startswith('forge.kernel = "pp2": runs on NVIDIA Hopper GPUs')
     lagged = ("--forge.enable", "--forge.clip=lagged")
     message = refusal_of(*lagged, "--optimizer.implementation=fused")
     assert message.startswith('optimizer.implementation = "fused": forge.enable = true')
@@ -485,6 +489,7 @@ def test_dataset_names_are_those_of_the_sources():
 
 def test_other_names_are_those_of_their_layers():
     assert CHECKPOINT_PARTS == manager._PARTS
+    assert (AUTO, *FORMS) == FORGE_KERNELS
     assert set(TORCH_OPTIM_RULES) == set(BASELINE_RULES)
     assert {name for name in RULES if build_rule(name, momentum=0.9).regime == 1} == COORDINATE_RULES
 

@@ -36,7 +36,7 @@ def test_table_covers_every_kind_of_launch() -> None:
     assert len({few, many, heavy, small, fp32}) == 5
     assert many.block_n * many.block_k > heavy.block_n * heavy.block_k > few.block_n * few.block_k
     for dtype in (torch.bfloat16, torch.float32):
-        for candidate in candidate_configs(dtype):
+        for candidate in candidate_configs(dtype, CPU):
             operand_bytes = dtype.itemsize * candidate.block_t * (candidate.block_n + candidate.block_k)
             assert operand_bytes * candidate.stages <= 227 * 1024
 

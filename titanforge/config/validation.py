@@ -26,7 +26,7 @@ HUB_DATASETS = ("c4", "c4_validation", "fineweb", "fineweb-edu", "openwebtext")
 DATASETS = ("python_stdlib", *DATASETS_WITH_PATH, "huggingface", *HUB_DATASETS)
 TORCH_OPTIM_RULES = ("adamw", "adam", "sgd")
 CHECKPOINT_PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
-FORGE_KERNELS = ("auto", "portable")
+FORGE_KERNELS = ("auto", "portable", "pp2", "coop")
 COMPILE_COMPONENTS = ("model", "loss")
 
 
@@ -46,7 +46,7 @@ def validate_config(config: JobConfig, world_size: int, device_type: str) -> lis
     _check_optimizer(config)
     _check_dobb(config)
     warnings += _check_schedule(config)
-    _check_forge(config, world_size)
+    _check_forge(config, world_size, device_type)
     _check_cuda_graph(config, world_size, device_type)
     _check_sync(config)
     _check_data(config)
@@ -198,7 +198,7 @@ def _check_schedule(config: JobConfig) -> list[str]:
     return warnings
 
 
-def _check_forge(config: JobConfig, world_size: int) -> None:
+def _check_forge(config: JobConfig, world_size: int, device_type: str) -> None:
     if not config.forge.enable:
         return
     if world_size > 1:
@@ -209,6 +209,12 @@ def _check_forge(config: JobConfig, world_size: int) -> None:
         )
     if config.forge.kernel not in FORGE_KERNELS:
         raise refusal(config, "forge.kernel", f"must be one of {', '.join(FORGE_KERNELS)}")
+    if config.forge.kernel in ("pp2", "coop") and device_type != "cuda":
+        raise refusal(
+            config,
+            "forge.kernel",
+            f"runs on NVIDIA Hopper GPUs, and this run is on {device_type}: set it to auto or portable",
+        )
     if config.training.max_norm > 0 and config.forge.clip == "exact":
         raise refusal(
             config,

@@ -1,0 +1,87 @@
+"""The forms of the weight-gradient kernel: which exist, which one is asked for, and where each can run.
+
+    portable  plain Triton, any GPU
+    pp2       Gluon, Hopper: two warpgroups in turns (few tokens)
+    coop      Gluon, Hopper: eight warps multiply, four update (many tokens)
+
+All agree bit for bit. `select_form` sets what launches choose from; a launch that the chosen form does not
+take (a ragged shape, experts) runs in the portable form.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+from titanforge.kernels._triton import HAS_TRITON
+from titanforge.kernels.gluon._gluon import GLUON_ERROR
+
+logger = logging.getLogger(__name__)
+
+PORTABLE, PINGPONG, COOPERATIVE = "portable", "pp2", "coop"
+FORMS = (PORTABLE, PINGPONG, COOPERATIVE)
+AUTO = "auto"
+
+_selected = AUTO
+_said: set[str] = set()
+
+
+def select_form(name: str, device: torch.device) -> None:
+    """Choose the form of all later launches by name, or `auto`: by shape and number of tokens.
+
+    Raises ValueError, which names `forge.kernel`, for a form that does not exist or cannot run on the device.
+    """
+    global _selected
+    if name not in (AUTO, *FORMS):
+        raise ValueError(f"forge.kernel = {name!r} is not one of {', '.join((AUTO, *FORMS))}")
+    if name not in (AUTO, PORTABLE) and (reason := unavailable(device)):
+        raise ValueError(f"forge.kernel = {name!r} cannot run here: {reason}; set it to auto or portable")
+    _selected = name
+
+
+def selected_form() -> str:
+    """The name that `select_form` was given last; `auto` before."""
+    return _selected
+
+
+@cache
+def unavailable(device: torch.device) -> str:
+    """Why the Gluon forms cannot run on a device; empty if they can."""
+    if device.type != "cuda":
+        return f"it needs an NVIDIA Hopper GPU, and the device is {device.type}"
+    if GLUON_ERROR:
+        return GLUON_ERROR
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        name = torch.cuda.get_device_name(device)
+        return f"it needs an NVIDIA Hopper GPU (sm_90), and this is {name} (sm_{major}{minor})"
+    return ""
+
+
+def say_once(text: str) -> None:
+    """A warning in the log, the first time only."""
+    if text not in _said:
+        _said.add(text)
+        logger.warning(text)
+
+
+def form_for(tokens: int, device: torch.device) -> str:
+    """The form for a number of tokens on a device, by `forge.kernel`."""
+    if _selected != AUTO:
+        return _selected
+    if device.type != "cuda" or not HAS_TRITON or not AUTO_FORMS:
+        return PORTABLE
+    if reason := unavailable(device):
+        say_once(f"fused updates run in the portable form of their kernel: a faster one cannot ({reason})")
+        return PORTABLE
+    form = PINGPONG if tokens < FEW_TOKENS else COOPERATIVE
+    return form if form in AUTO_FORMS else PORTABLE
+
+
+AUTO_FORMS: tuple[str, ...] = ()
+"""Forms that `auto` takes: those that were measured, bit for bit and in time, on such a card. The autotuner
+and a name in `forge.kernel` choose from all."""
+FEW_TOKENS = 2048
+"""Below this many tokens reading and writing the states takes longer than multiplying."""

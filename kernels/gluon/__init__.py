@@ -1,0 +1,10 @@
+"""The weight-gradient update in Gluon, for Hopper: persistent, warp-specialised forms of `wgrad_kernel`.
+
+    pingpong     two consumer warpgroups take turns: one multiplies while the other updates (few tokens)
+    cooperative  eight warps multiply, four others update what they finished before (many tokens)
+    slices       decode, epilogue and encode of a slice in registers, with the functions of the portable form
+    launch       which launches a form takes, and how it is launched
+
+Both sum G over tokens in the order of the portable form and call the same epilogues and codecs, so that all
+forms agree bit for bit.
+"""

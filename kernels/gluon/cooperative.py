@@ -1,0 +1,341 @@
+"""coop: eight warps multiply tiles of 128 x 256, four others update what was finished before.
+
+The multiplying warps issue their own TMA loads and never touch weights or states. They hand each finished
+tile over in fp32, as four chunks of 64 columns through a ring in shared memory, and go on. The updating warps
+read and write weights and states straight in global memory, two pieces of rows ahead.
+
+A tile that is not finite is handed over as infinity, all of it, so that each thread of the other side knows.
+"""
+
+# Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportRedeclaration=false, reportIndexIssue=false
+from __future__ import annotations
+
+from titanforge.kernels._triton import constant
+from titanforge.kernels.gluon._gluon import (
+    gl,
+    jit,
+    mbarrier,
+    partition_barrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from titanforge.kernels.gluon.slices import decode, encode, keep_largest
+from titanforge.kernels.tiles import BLOCKWISE, KIND, LARGEST, TENSORWISE, count_nonfinite
+from titanforge.kernels.wgrad_kernel import tile_of
+
+INFINITE = constant(float("inf"))
+
+
+@jit
+def issue(dy_desc, x_desc, dy_buf, x_buf, filled, stage, i, j, step, wanted,
+          BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr):  # fmt: skip
+    """Ask for one step's operands."""
+    bar = filled.index(stage)
+    mbarrier.expect(bar, dy_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=wanted)
+    tma_load(dy_desc, [step * BLOCK_T, i * BLOCK_N], bar, dy_buf.index(stage), pred=wanted)
+    tma_load(x_desc, [step * BLOCK_T, j * BLOCK_K], bar, x_buf.index(stage), pred=wanted)
+
+
+@jit
+def hand_over(g, number, chunks, chunk_filled, chunk_free, CHUNKS: gl.constexpr):
+    """Chunk `number` of this program to the updating warps."""
+    slot = number % CHUNKS
+    mbarrier.wait(chunk_free.index(slot), ((number // CHUNKS) & 1) ^ 1)
+    chunks.index(slot).store(g)
+    mbarrier.arrive(chunk_filled.index(slot), count=1)
+
+
+@jit
+def multiply_tiles(
+    dy_desc, x_desc, dy_buf, x_buf, chunks, filled, chunk_filled, chunk_free, h_ptr, norm_ptr, nonfinite_ptr,
+    tiles, steps, tiles_n, tiles_k, group, NORM: gl.constexpr, COUNT: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """Eight warps: the mainloop of every tile of this program."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BLOCK_K, 16]
+    )
+    first = gl.program_id(0)
+    programs = gl.num_programs(0)
+    last = tiles_n * tiles_k - 1
+    apply = gl.load(h_ptr) != 0
+    stage = 0
+    phase = 0
+    next_step = 0
+    next_tile = 0
+    next_i, next_j = tile_of(first, tiles_n, tiles_k, group)
+    for ahead in gl.static_range(STAGES - 1):
+        issue(
+            dy_desc, x_desc, dy_buf, x_buf, filled, ahead, next_i, next_j, next_step, next_tile < tiles,
+            BLOCK_N, BLOCK_K, BLOCK_T,
+        )  # fmt: skip
+        next_step += 1
+        if next_step == steps:
+            next_step = 0
+            next_tile += 1
+            next_i, next_j = tile_of(gl.minimum(first + next_tile * programs, last), tiles_n, tiles_k, group)
+    for t in range(tiles):
+        g = gl.zeros((BLOCK_N, BLOCK_K), gl.float32, MMA)
+        for step in range(steps):
+            mbarrier.wait(filled.index(stage), phase)
+            g = warpgroup_mma(
+                dy_buf.index(stage).permute((1, 0)), x_buf.index(stage), g, use_acc=step > 0, is_async=True
+            )
+            g = warpgroup_mma_wait(1, (g,))
+            # The product before has read its stage, as far as this warp sees; after the barrier, for all
+            # warps.
+            partition_barrier()
+            issue(
+                dy_desc, x_desc, dy_buf, x_buf, filled, gl.where(stage == 0, STAGES - 1, stage - 1), next_i,
+                next_j, next_step, next_tile < tiles, BLOCK_N, BLOCK_K, BLOCK_T,
+            )  # fmt: skip
+            next_step += 1
+            if next_step == steps:
+                next_step = 0
+                next_tile += 1
+                next_i, next_j = tile_of(
+                    gl.minimum(first + next_tile * programs, last), tiles_n, tiles_k, group
+                )
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        g = warpgroup_mma_wait(0, (g,))
+        bad = count_nonfinite(g)
+        if COUNT:
+            gl.atomic_add(nonfinite_ptr, bad, mask=(bad > 0) & apply, sem="relaxed")
+        if NORM:
+            gl.store(norm_ptr + first + t * programs, gl.sum(gl.sum(g * g, axis=1), axis=0))
+        g = gl.where(bad != 0, INFINITE, g)
+        # In registers only: [128, 256] to four chunks of [128, 64].
+        even, odd = g.reshape((BLOCK_N, 2, 2, BLOCK_K // 4)).permute((0, 3, 1, 2)).split()
+        g0, g2 = even.split()
+        g1, g3 = odd.split()
+        hand_over(g0, t * 4, chunks, chunk_filled, chunk_free, CHUNKS)
+        hand_over(g1, t * 4 + 1, chunks, chunk_filled, chunk_free, CHUNKS)
+        hand_over(g2, t * 4 + 2, chunks, chunk_filled, chunk_free, CHUNKS)
+        hand_over(g3, t * 4 + 3, chunks, chunk_filled, chunk_free, CHUNKS)
+
+
+@jit
+def fetch(
+    w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, base, off, rows, scale_offsets,
+    SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr, S0_CODEC: gl.constexpr,
+    S1_CODEC: gl.constexpr,
+):  # fmt: skip
+    """Stored codes of one piece: master or weight, states, and the states' block scales.
+
+    What there is not is stood for by something that there is.
+    """
+    if SLOTS >= 1:
+        s0 = gl.load(s0_ptr + base + off, eviction_policy="evict_first")
+    if SLOTS >= 2:
+        s1 = gl.load(s1_ptr + base + off, eviction_policy="evict_first")
+    if MASTER:
+        w = gl.load(master_ptr + base + off, eviction_policy="evict_first")
+    elif WEIGHT:
+        w = gl.load(w_ptr + base + off, eviction_policy="evict_first")
+    else:
+        w = s0
+    if SLOTS < 1:
+        s0 = w
+    if SLOTS < 2:
+        s1 = s0
+    a = rows
+    if SLOTS >= 1 and (S0_CODEC & KIND) == BLOCKWISE:
+        a = gl.load(s0_meta_ptr + scale_offsets)
+    b = rows
+    if SLOTS >= 2 and (S1_CODEC & KIND) == BLOCKWISE:
+        b = gl.load(s1_meta_ptr + scale_offsets)
+    return w, s0, s1, a, b
+
+
+@jit
+def scale_of(meta_ptr, row_scale, CODEC: gl.constexpr):
+    """What `decode` multiplies by, for a state whose block scales were fetched."""
+    if (CODEC & KIND) == BLOCKWISE:
+        return row_scale[:, None]
+    elif (CODEC & KIND) == TENSORWISE:
+        return gl.load(meta_ptr)
+    else:
+        return 0.0
+
+
+@jit
+def put(ptr, meta_ptr, new, old, good, apply, largest, off, scale_offsets, CODEC: gl.constexpr):
+    """Encode and store fp32 [R, 64]. good [R]: whether the gradient is finite. Returns the magnitudes met."""
+    write = good & apply
+    if (CODEC & KIND) == TENSORWISE:
+        # The scale of the whole tensor moves, so an unapplied tile is written again under the new one.
+        new = gl.where(good[:, None], new, old)
+        write = (good | (good == 0)) & apply
+    codes, largest = encode(new, meta_ptr, scale_offsets, write, largest, CODEC)
+    gl.store(ptr + off, codes, mask=write[:, None], cache_modifier=".cs")
+    return largest
+
+
+@jit
+def update_tiles(
+    w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, chunks, chunk_filled, chunk_free,
+    tiles, tiles_n, tiles_k, group, K,
+    EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
+    W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, ROWS: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """Four warps: the update of every tile, chunk by chunk, in pieces of ROWS rows."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    PER_CHUNK: gl.constexpr = BLOCK_N // ROWS
+    PIECES: gl.constexpr = 4 * PER_CHUNK
+    first = gl.program_id(0)
+    programs = gl.num_programs(0)
+    last = tiles_n * tiles_k - 1
+    apply = gl.load(h_ptr) != 0
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    off = rows[:, None] * K + columns[None, :]
+    blocks = K // 64
+    s0_largest = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
+    s1_largest = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
+
+    i, j = tile_of(first, tiles_n, tiles_k, group)
+    base = (i * BLOCK_N).to(gl.int64) * K + j * BLOCK_K
+    scale_base = (i * BLOCK_N + rows) * blocks + j * (BLOCK_K // 64)
+    w0, m0, v0, a0, b0 = fetch(
+        w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, base, off, rows, scale_base,
+        SLOTS, WEIGHT, MASTER, S0_CODEC, S1_CODEC,
+    )  # fmt: skip
+    w1, m1, v1, a1, b1 = fetch(
+        w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, base + ROWS * K, off, rows,
+        scale_base + ROWS * blocks, SLOTS, WEIGHT, MASTER, S0_CODEC, S1_CODEC,
+    )  # fmt: skip
+    for t in range(tiles):
+        next_i, next_j = tile_of(gl.minimum(first + (t + 1) * programs, last), tiles_n, tiles_k, group)
+        next_base = (next_i * BLOCK_N).to(gl.int64) * K + next_j * BLOCK_K
+        next_scale_base = (next_i * BLOCK_N + rows) * blocks + next_j * (BLOCK_K // 64)
+        for piece in gl.static_range(PIECES):
+            number = t * 4 + piece // PER_CHUNK
+            slot = number % CHUNKS
+            if piece % PER_CHUNK == 0:
+                mbarrier.wait(chunk_filled.index(slot), (number // CHUNKS) & 1)
+            here = base + (piece // PER_CHUNK) * 64 + (piece % PER_CHUNK) * ROWS * K
+            scales_here = scale_base + piece // PER_CHUNK + (piece % PER_CHUNK) * ROWS * blocks
+            if piece + 2 < PIECES:
+                there = base + ((piece + 2) // PER_CHUNK) * 64 + ((piece + 2) % PER_CHUNK) * ROWS * K
+                scales_there = (
+                    scale_base + (piece + 2) // PER_CHUNK + ((piece + 2) % PER_CHUNK) * ROWS * blocks
+                )
+            else:
+                there = next_base + (piece + 2 - PIECES) * ROWS * K
+                scales_there = next_scale_base + (piece + 2 - PIECES) * ROWS * blocks
+            w2, m2, v2, a2, b2 = fetch(
+                w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, there, off, rows, scales_there,
+                SLOTS, WEIGHT, MASTER, S0_CODEC, S1_CODEC,
+            )  # fmt: skip
+            g = chunks.index(slot).slice((piece % PER_CHUNK) * ROWS, ROWS, 0).load(LAYOUT)
+            good = gl.max(gl.where(gl.abs(g) <= LARGEST, 0, 1), axis=1) == 0
+
+            if MASTER:
+                w = w0
+            elif WEIGHT:
+                w = decode(w0, 0.0, W_CODEC)
+            else:
+                w = g
+            if SLOTS >= 1:
+                s0 = decode(m0, scale_of(s0_meta_ptr, a0, S0_CODEC), S0_CODEC)
+            else:
+                s0 = g
+            if SLOTS >= 2:
+                s1 = decode(v0, scale_of(s1_meta_ptr, b0, S1_CODEC), S1_CODEC)
+            else:
+                s1 = g
+            w_new, s0_new, s1_new = EPILOGUE(g, w, s0, s1, h_ptr)
+            if MASTER:
+                gl.store(master_ptr + here + off, w_new, mask=(good & apply)[:, None], cache_modifier=".cs")
+            if WEIGHT:
+                _largest = put(w_ptr, None, w_new, w, good, apply, 0.0, here + off, scales_here, W_CODEC)
+            if SLOTS >= 1:
+                s0_largest = put(
+                    s0_ptr,
+                    s0_meta_ptr,
+                    s0_new,
+                    s0,
+                    good,
+                    apply,
+                    s0_largest,
+                    here + off,
+                    scales_here,
+                    S0_CODEC,
+                )
+            if SLOTS >= 2:
+                s1_largest = put(
+                    s1_ptr,
+                    s1_meta_ptr,
+                    s1_new,
+                    s1,
+                    good,
+                    apply,
+                    s1_largest,
+                    here + off,
+                    scales_here,
+                    S1_CODEC,
+                )
+            w0 = w1
+            m0 = m1
+            v0 = v1
+            a0 = a1
+            b0 = b1
+            w1 = w2
+            m1 = m2
+            v1 = v2
+            a1 = a2
+            b1 = b2
+            if piece % PER_CHUNK == PER_CHUNK - 1:
+                mbarrier.arrive(chunk_free.index(slot), count=1)
+        base = next_base
+        scale_base = next_scale_base
+    keep_largest(s0_meta_ptr, s0_largest, apply, S0_CODEC)
+    keep_largest(s1_meta_ptr, s1_largest, apply, S1_CODEC)
+
+
+@jit(unspecialized=("T", "group"))
+def cooperative_kernel(
+    dy_desc, x_desc, w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, norm_ptr,
+    nonfinite_ptr, N, K, T, group,
+    EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
+    W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
+    NORM: gl.constexpr, COUNT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr,
+    STAGES: gl.constexpr, CHUNKS: gl.constexpr, CHUNK_LAYOUT: gl.constexpr, ROWS: gl.constexpr,
+    UPDATE_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """All tiles of one weight [N, K], N and K multiples of the tile. dy: [T, N], x: [T, K], T at least 1.
+
+    Arguments as `wgrad_kernel`. CHUNKS: slots of the ring through which G passes. ROWS: of a piece. Launch
+    with 8 warps.
+    """
+    dy_buf = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, BLOCK_T, BLOCK_N], dy_desc.layout)
+    x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], x_desc.layout)
+    chunks = gl.allocate_shared_memory(gl.float32, [CHUNKS, BLOCK_N, BLOCK_K // 4], CHUNK_LAYOUT)
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    chunk_filled = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
+    chunk_free = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(STAGES):
+        mbarrier.init(filled.index(index), count=1)
+    for index in gl.static_range(CHUNKS):
+        mbarrier.init(chunk_filled.index(index), count=1)
+        mbarrier.init(chunk_free.index(index), count=1)
+    tiles_n = N // BLOCK_N
+    tiles_k = K // BLOCK_K
+    steps = gl.cdiv(T, BLOCK_T)  # what lies beyond the last token is loaded as zeros
+    tiles = gl.cdiv(tiles_n * tiles_k - gl.program_id(0), gl.num_programs(0))
+    gl.warp_specialize([
+        (multiply_tiles, (dy_desc, x_desc, dy_buf, x_buf, chunks, filled, chunk_filled, chunk_free, h_ptr,
+                          norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, group, NORM, COUNT,
+                          BLOCK_N, BLOCK_K, BLOCK_T, STAGES, CHUNKS)),
+        (update_tiles, (w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, chunks,
+                        chunk_filled, chunk_free, tiles, tiles_n, tiles_k, group, K, EPILOGUE, SLOTS, WEIGHT,
+                        MASTER, W_CODEC, S0_CODEC, S1_CODEC, BLOCK_N, BLOCK_K, ROWS, CHUNKS)),
+    ], [4], [UPDATE_REGISTERS])  # fmt: skip

@@ -1,0 +1,370 @@
+"""pp2: two consumer warpgroups in turns, fed and emptied by three warps that only move memory.
+
+A persistent program walks over its tiles of 128 x 128. Warpgroup t % 2 multiplies tile t while the other one
+updates tile t - 1. Weights and states pass through a ring of [64, 64] slots in shared memory, one slot for
+all parts of a slice: a warp loads them with TMA, the consumer changes them where they lie, another warp
+stores them. A slot whose slice is not to be applied is stored as it came.
+
+Both consumers share both rings, and a wait on an mbarrier only tells odd phases from even ones, so that a
+consumer may wait for a slot only after the other one has taken the slot's previous content: the `turns`
+barriers see to that, one pair for the mainloop and one for the update (of a tile, or of each slice).
+"""
+
+# Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportRedeclaration=false, reportIndexIssue=false
+from __future__ import annotations
+
+from titanforge.kernels.gluon._gluon import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from titanforge.kernels.gluon.slices import decode, encode, keep_largest, scale_at
+from titanforge.kernels.tiles import KIND, TENSORWISE, count_nonfinite
+from titanforge.kernels.wgrad_kernel import tile_of
+
+
+@jit
+def load_operands(dy_desc, x_desc, operands, tiles, steps, tiles_n, tiles_k, group,
+                  BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr,
+                  STAGES: gl.constexpr):  # fmt: skip
+    """One warp: dy and x of every step of every tile of this program."""
+    dy_buf, x_buf, filled, free = operands
+    first = gl.program_id(0)
+    programs = gl.num_programs(0)
+    stage = 0
+    phase = 1
+    for t in range(tiles):
+        i, j = tile_of(first + t * programs, tiles_n, tiles_k, group)
+        for step in range(steps):
+            mbarrier.wait(free.index(stage), phase)
+            mbarrier.expect(filled.index(stage), dy_desc.block_type.nbytes + x_desc.block_type.nbytes)
+            tma_load(dy_desc, [step * BLOCK_T, i * BLOCK_N], filled.index(stage), dy_buf.index(stage))
+            tma_load(x_desc, [step * BLOCK_T, j * BLOCK_K], filled.index(stage), x_buf.index(stage))
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+@jit
+def load_slots(parts, ring, tiles, tiles_n, tiles_k, group, BYTES: gl.constexpr,
+               WEIGHT: gl.constexpr, MASTER: gl.constexpr, SLOTS: gl.constexpr,
+               BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, RING: gl.constexpr):  # fmt: skip
+    """One warp: all parts of the four slices of every tile."""
+    w_desc, master_desc, s0_desc, s1_desc = parts
+    w_buf, master_buf, s0_buf, s1_buf, filled, _updated, free = ring
+    first = gl.program_id(0)
+    programs = gl.num_programs(0)
+    slot = 0
+    phase = 1
+    for t in range(tiles):
+        i, j = tile_of(first + t * programs, tiles_n, tiles_k, group)
+        for piece in range(4):
+            row = i * BLOCK_N + (piece // 2) * 64
+            column = j * BLOCK_K + (piece % 2) * 64
+            mbarrier.wait(free.index(slot), phase)
+            mbarrier.expect(filled.index(slot), BYTES)
+            if WEIGHT:
+                tma_load(w_desc, [row, column], filled.index(slot), w_buf.index(slot))
+            if MASTER:
+                tma_load(master_desc, [row, column], filled.index(slot), master_buf.index(slot))
+            if SLOTS >= 1:
+                tma_load(s0_desc, [row, column], filled.index(slot), s0_buf.index(slot))
+            if SLOTS >= 2:
+                tma_load(s1_desc, [row, column], filled.index(slot), s1_buf.index(slot))
+            slot += 1
+            if slot == RING:
+                slot = 0
+                phase ^= 1
+
+
+@jit
+def store_slots(parts, ring, tiles, tiles_n, tiles_k, group,
+                WEIGHT: gl.constexpr, MASTER: gl.constexpr, SLOTS: gl.constexpr,
+                BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, RING: gl.constexpr):  # fmt: skip
+    """One warp: send the slots back as they are updated, and free them."""
+    w_desc, master_desc, s0_desc, s1_desc = parts
+    w_buf, master_buf, s0_buf, s1_buf, _filled, updated, free = ring
+    first = gl.program_id(0)
+    programs = gl.num_programs(0)
+    slot = 0
+    phase = 0
+    for t in range(tiles):
+        i, j = tile_of(first + t * programs, tiles_n, tiles_k, group)
+        for piece in range(4):
+            row = i * BLOCK_N + (piece // 2) * 64
+            column = j * BLOCK_K + (piece % 2) * 64
+            mbarrier.wait(updated.index(slot), phase)
+            if WEIGHT:
+                tma_store(w_desc, [row, column], w_buf.index(slot))
+            if MASTER:
+                tma_store(master_desc, [row, column], master_buf.index(slot))
+            if SLOTS >= 1:
+                tma_store(s0_desc, [row, column], s0_buf.index(slot))
+            if SLOTS >= 2:
+                tma_store(s1_desc, [row, column], s1_buf.index(slot))
+            tma_store_wait(0)
+            mbarrier.arrive(free.index(slot), count=1)
+            slot += 1
+            if slot == RING:
+                slot = 0
+                phase ^= 1
+
+
+@jit
+def multiply(dy_buf, x_buf, filled, free, stage, phase, steps, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+             STAGES: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+    """(accumulator with its last product in flight, stage after the last): one tile's mainloop."""
+    # Never `previous = stage` here: a variable that takes another's value before and inside of a loop is not
+    # seen as carried by the loop.
+    g = gl.zeros((BLOCK_N, BLOCK_K), gl.float32, MMA)
+    for step in range(steps):
+        mbarrier.wait(filled.index(stage), phase)
+        g = warpgroup_mma(
+            dy_buf.index(stage).permute((1, 0)), x_buf.index(stage), g, use_acc=step > 0, is_async=True
+        )
+        g = warpgroup_mma_wait(1, (g,))
+        mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=step > 0)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return g, stage
+
+
+@jit
+def update_slice(
+    g, number, write, rescale, s0_scale, s1_scale, s0_largest, s1_largest, s0_offsets, s1_offsets,
+    ring, s0_meta_ptr, s1_meta_ptr, h_ptr, turns, op, WID: gl.constexpr, PIECE: gl.constexpr,
+    EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
+    W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
+    RING: gl.constexpr, BY_SLICE: gl.constexpr,
+):  # fmt: skip
+    """Epilogue of one slice, on what the ring holds of it. Returns the magnitudes met (fp8).
+
+    write: the slice is applied. rescale: it is not, but the scale of whole-tensor codecs moves on.
+    """
+    w_buf, master_buf, s0_buf, s1_buf, filled, updated, _free = ring
+    layout: gl.constexpr = g.type.layout
+    slot = number % RING
+    if BY_SLICE:
+        mbarrier.wait(turns.index((1 - WID) * 4 + PIECE), op)
+    mbarrier.wait(filled.index(slot), (number // RING) & 1)
+    if BY_SLICE:
+        mbarrier.arrive(turns.index(WID * 4 + PIECE), count=1)
+    if write:
+        if MASTER:
+            w = master_buf.index(slot).load(layout)
+        elif WEIGHT:
+            w = decode(w_buf.index(slot).load(layout), 0.0, W_CODEC)
+        else:
+            w = g
+        if SLOTS >= 1:
+            s0 = decode(s0_buf.index(slot).load(layout), s0_scale, S0_CODEC)
+        else:
+            s0 = g
+        if SLOTS >= 2:
+            s1 = decode(s1_buf.index(slot).load(layout), s1_scale, S1_CODEC)
+        else:
+            s1 = g
+        w, s0, s1 = EPILOGUE(g, w, s0, s1, h_ptr)
+        if MASTER:
+            master_buf.index(slot).store(w)
+        if WEIGHT:
+            w_codes, _largest = encode(w, None, 0, None, 0.0, W_CODEC)
+            w_buf.index(slot).store(w_codes)
+        if SLOTS >= 1:
+            s0_codes, s0_largest = encode(s0, s0_meta_ptr, s0_offsets, None, s0_largest, S0_CODEC)
+            s0_buf.index(slot).store(s0_codes)
+        if SLOTS >= 2:
+            s1_codes, s1_largest = encode(s1, s1_meta_ptr, s1_offsets, None, s1_largest, S1_CODEC)
+            s1_buf.index(slot).store(s1_codes)
+    # Two conditions: the first is decided at compile time.
+    if (S0_CODEC & KIND) == TENSORWISE or (S1_CODEC & KIND) == TENSORWISE:  # noqa: SIM102
+        if rescale:
+            if (S0_CODEC & KIND) == TENSORWISE:
+                old = decode(s0_buf.index(slot).load(layout), s0_scale, S0_CODEC)
+                s0_codes, s0_largest = encode(old, s0_meta_ptr, s0_offsets, None, s0_largest, S0_CODEC)
+                s0_buf.index(slot).store(s0_codes)
+            if (S1_CODEC & KIND) == TENSORWISE:
+                old = decode(s1_buf.index(slot).load(layout), s1_scale, S1_CODEC)
+                s1_codes, s1_largest = encode(old, s1_meta_ptr, s1_offsets, None, s1_largest, S1_CODEC)
+                s1_buf.index(slot).store(s1_codes)
+    fence_async_shared()
+    mbarrier.arrive(updated.index(slot), count=1)
+    return s0_largest, s1_largest
+
+
+@jit
+def consume(
+    WID: gl.constexpr, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr,
+    norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, scale_stride, group,
+    EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
+    W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
+    NORM: gl.constexpr, COUNT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, RING: gl.constexpr, BY_SLICE: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: every other tile, mainloop and update."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
+    )
+    SLICE: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
+    ROWS: gl.constexpr = gl.SliceLayout(1, SLICE)
+    dy_buf, x_buf, filled, free = operands
+    first = gl.program_id(0)
+    programs = gl.num_programs(0)
+    rows = gl.arange(0, 64, ROWS)
+    apply = gl.load(h_ptr) != 0
+    s0_largest = gl.zeros([64], gl.float32, ROWS)
+    s1_largest = gl.zeros([64], gl.float32, ROWS)
+    op = 1 - WID  # a fresh barrier lets the first consumer pass; the second waits for the first
+    for t in range(WID, tiles, 2):
+        program = first + t * programs
+        i, j = tile_of(program, tiles_n, tiles_k, group)
+        # Scales come before the mainloop, which hides how long they take.
+        off00 = (i * BLOCK_N + rows) * scale_stride + j * (BLOCK_K // 64)
+        off10 = off00 + 64 * scale_stride
+        a00 = scale_at(s0_meta_ptr, off00, S0_CODEC)
+        a01 = scale_at(s0_meta_ptr, off00 + 1, S0_CODEC)
+        a10 = scale_at(s0_meta_ptr, off10, S0_CODEC)
+        a11 = scale_at(s0_meta_ptr, off10 + 1, S0_CODEC)
+        b00 = scale_at(s1_meta_ptr, off00, S1_CODEC)
+        b01 = scale_at(s1_meta_ptr, off00 + 1, S1_CODEC)
+        b10 = scale_at(s1_meta_ptr, off10, S1_CODEC)
+        b11 = scale_at(s1_meta_ptr, off10 + 1, S1_CODEC)
+
+        step = t * steps
+        mbarrier.wait(multiply_turns.index(1 - WID), op)
+        g, stage = multiply(
+            dy_buf, x_buf, filled, free, step % STAGES, (step // STAGES) & 1, steps, BLOCK_N, BLOCK_K, STAGES,
+            MMA,
+        )  # fmt: skip
+        mbarrier.arrive(multiply_turns.index(WID), count=1)
+        g = warpgroup_mma_wait(0, (g,))
+        mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+
+        bad = count_nonfinite(g)
+        if COUNT:
+            gl.atomic_add(nonfinite_ptr, bad, mask=(bad > 0) & apply, sem="relaxed")
+        if NORM:
+            gl.store(norm_ptr + program, gl.sum(gl.sum(g * g, axis=1), axis=0))
+        write = apply & (bad == 0)
+        rescale = apply & (bad != 0)
+        # In registers only: [128, 128] to four slices of [64, 64].
+        left, right = g.reshape((2, 64, 2, 64)).permute((1, 3, 0, 2)).split()
+        g00, g10 = left.split()
+        g01, g11 = right.split()
+        number = t * 4
+        if not BY_SLICE:
+            mbarrier.wait(update_turns.index(1 - WID), op)
+        s0_largest, s1_largest = update_slice(
+            gl.convert_layout(g00, SLICE, assert_trivial=True), number, write, rescale, a00, b00,
+            s0_largest, s1_largest, off00, off00, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, update_turns, op,
+            WID, 0, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
+        )  # fmt: skip
+        s0_largest, s1_largest = update_slice(
+            gl.convert_layout(g01, SLICE, assert_trivial=True), number + 1, write, rescale, a01, b01,
+            s0_largest, s1_largest, off00 + 1, off00 + 1, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, update_turns,
+            op, WID, 1, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
+        )  # fmt: skip
+        s0_largest, s1_largest = update_slice(
+            gl.convert_layout(g10, SLICE, assert_trivial=True), number + 2, write, rescale, a10, b10,
+            s0_largest, s1_largest, off10, off10, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, update_turns, op,
+            WID, 2, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
+        )  # fmt: skip
+        s0_largest, s1_largest = update_slice(
+            gl.convert_layout(g11, SLICE, assert_trivial=True), number + 3, write, rescale, a11, b11,
+            s0_largest, s1_largest, off10 + 1, off10 + 1, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, update_turns,
+            op, WID, 3, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
+        )  # fmt: skip
+        if not BY_SLICE:
+            mbarrier.arrive(update_turns.index(WID), count=1)
+        op ^= 1
+    keep_largest(s0_meta_ptr, s0_largest, apply, S0_CODEC)
+    keep_largest(s1_meta_ptr, s1_largest, apply, S1_CODEC)
+
+
+@jit(unspecialized=("T", "group"))
+def pingpong_kernel(
+    dy_desc, x_desc, w_desc, master_desc, s0_desc, s1_desc, s0_meta_ptr, s1_meta_ptr, h_ptr, norm_ptr,
+    nonfinite_ptr, N, K, T, group,
+    EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
+    W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr, SLOT_BYTES: gl.constexpr,
+    NORM: gl.constexpr, COUNT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr,
+    STAGES: gl.constexpr, RING: gl.constexpr, BY_SLICE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, MOVER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """All tiles of one weight [N, K], N and K multiples of the tile. dy: [T, N], x: [T, K], T at least 1.
+
+    Arguments as `wgrad_kernel`; descriptors of weight, master and states have blocks of [64, 64]. SLOT_BYTES:
+    of one slot of the ring. RING: its slots, at least 4 if BY_SLICE. Launch with 4 warps.
+    """
+    gl.static_assert(RING >= 4 or not BY_SLICE)
+    dy_buf = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, BLOCK_T, BLOCK_N], dy_desc.layout)
+    x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], x_desc.layout)
+    w_buf = dy_buf  # stands where there is no such part
+    master_buf = dy_buf
+    s0_buf = dy_buf
+    s1_buf = dy_buf
+    if WEIGHT:
+        w_buf = gl.allocate_shared_memory(w_desc.dtype, [RING, 64, 64], w_desc.layout)
+    if MASTER:
+        master_buf = gl.allocate_shared_memory(master_desc.dtype, [RING, 64, 64], master_desc.layout)
+    if SLOTS >= 1:
+        s0_buf = gl.allocate_shared_memory(s0_desc.dtype, [RING, 64, 64], s0_desc.layout)
+    if SLOTS >= 2:
+        s1_buf = gl.allocate_shared_memory(s1_desc.dtype, [RING, 64, 64], s1_desc.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    slot_filled = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    slot_updated = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    slot_free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    multiply_turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    update_turns = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(2):
+        mbarrier.init(multiply_turns.index(index), count=1)
+    for index in gl.static_range(8):
+        mbarrier.init(update_turns.index(index), count=1)
+    for index in gl.static_range(STAGES):
+        mbarrier.init(filled.index(index), count=1)
+        mbarrier.init(free.index(index), count=1)
+    for index in gl.static_range(RING):
+        mbarrier.init(slot_filled.index(index), count=1)
+        mbarrier.init(slot_updated.index(index), count=1)
+        mbarrier.init(slot_free.index(index), count=1)
+
+    tiles_n = N // BLOCK_N
+    tiles_k = K // BLOCK_K
+    steps = gl.cdiv(T, BLOCK_T)  # what lies beyond the last token is loaded as zeros
+    tiles = gl.cdiv(tiles_n * tiles_k - gl.program_id(0), gl.num_programs(0))
+    scale_stride = K // 64
+    operands = (dy_buf, x_buf, filled, free)
+    ring = (w_buf, master_buf, s0_buf, s1_buf, slot_filled, slot_updated, slot_free)
+    parts = (w_desc, master_desc, s0_desc, s1_desc)
+    gl.warp_specialize([
+        (consume, (0, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, norm_ptr,
+                   nonfinite_ptr, tiles, steps, tiles_n, tiles_k, scale_stride, group, EPILOGUE, SLOTS,
+                   WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, BLOCK_N, BLOCK_K, STAGES, RING,
+                   BY_SLICE)),
+        (consume, (1, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, norm_ptr,
+                   nonfinite_ptr, tiles, steps, tiles_n, tiles_k, scale_stride, group, EPILOGUE, SLOTS,
+                   WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, BLOCK_N, BLOCK_K, STAGES, RING,
+                   BY_SLICE)),
+        (load_operands, (dy_desc, x_desc, operands, tiles, steps, tiles_n, tiles_k, group, BLOCK_N, BLOCK_K,
+                         BLOCK_T, STAGES)),
+        (load_slots, (parts, ring, tiles, tiles_n, tiles_k, group, SLOT_BYTES, WEIGHT, MASTER, SLOTS, BLOCK_N,
+                      BLOCK_K, RING)),
+        (store_slots, (parts, ring, tiles, tiles_n, tiles_k, group, WEIGHT, MASTER, SLOTS, BLOCK_N, BLOCK_K,
+                       RING)),
+    ], [4, 1, 1, 1], [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS])  # fmt: skip

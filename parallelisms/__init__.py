@@ -16,11 +16,17 @@ from titanforge.parallelisms.context_parallel import (
 from titanforge.parallelisms.data_parallel import (
     apply_fsdp,
     apply_mixed_precision,
+    expert_modules,
     reshard,
     set_is_last_micro_batch,
 )
 from titanforge.parallelisms.determinism import set_determinism
 from titanforge.parallelisms.distributed import PeerFailure, Runtime, init_distributed
+from titanforge.parallelisms.expert_parallel import (
+    apply_expert_parallel,
+    check_expert_parallel,
+    share_routing,
+)
 from titanforge.parallelisms.mesh import ParallelDims
 from titanforge.parallelisms.sequence import pad_sequences
 from titanforge.parallelisms.tensor_parallel import (
@@ -37,14 +43,17 @@ __all__ = [
     "apply_activation_checkpoint",
     "apply_compile",
     "apply_context_parallel",
+    "apply_expert_parallel",
     "apply_fsdp",
     "apply_mixed_precision",
     "apply_tensor_parallel",
     "check_context_parallel",
+    "check_expert_parallel",
     "check_tensor_parallel",
     "clip_factor",
     "clip_grad_norm_",
     "complete_gradients",
+    "expert_modules",
     "global_grad_norm",
     "init_distributed",
     "pad_sequences",
@@ -52,5 +61,6 @@ __all__ = [
     "sequence_pieces",
     "set_determinism",
     "set_is_last_micro_batch",
+    "share_routing",
     "tensor_rank_weights",
 ]

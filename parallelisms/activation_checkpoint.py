@@ -54,6 +54,10 @@ def apply_activation_checkpoint(
             rest. A number n as text: recompute every n-th block whole (blocks n, 2n, ...), keep others.
         preserve_rng_state: replay random numbers (dropout) in recomputation.
 
+    In blocks that exchange tokens with other ranks (``exchanges_tokens``, see ``expert_parallel``) "op" is
+    about the attention alone: what experts get, make and send is kept, so that no exchange is repeated.
+    Recomputing such a block whole repeats its exchanges, on all ranks at the same place of backward.
+
     Raises:
         ValueError: unknown mode or option.
     """
@@ -74,7 +78,10 @@ def apply_activation_checkpoint(
     blocks = list(layers.children()) if layers is not None else []
     chosen = [block for index, block in enumerate(blocks, 1) if index % every == 0]
     for block in chosen:
-        block.__class__ = _recomputing_class(type(block), per_operator, preserve_rng_state)
+        part = block
+        if per_operator and any(hasattr(module, "exchanges_tokens") for module in block.modules()):
+            part = block.get_submodule("attention")
+        part.__class__ = _recomputing_class(type(part), per_operator, preserve_rng_state)
     return len(chosen)
 
 

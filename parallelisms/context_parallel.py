@@ -24,16 +24,12 @@ KEY = "parallelism.context_parallel_degree"
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
-def check_context_parallel(
-    degree: int, method: str, *, n_heads: int, tensor_degree: int = 1, n_experts: int = 0
-) -> None:
+def check_context_parallel(degree: int, method: str, *, n_heads: int, tensor_degree: int = 1) -> None:
     """Whether a model of so many heads, shared by ``tensor_degree`` ranks already, can be split.
 
     Raises:
         ValueError: naming the key, the value and the way out.
     """
-    if degree > 1 and n_experts:
-        raise ValueError(f"{KEY} = {degree}: a model with experts (model.n_experts = {n_experts}) takes 1.")
     heads = n_heads // tensor_degree
     if method == "ulysses" and heads % degree:
         raise ValueError(

@@ -7,7 +7,9 @@ policy owns their axis, and FSDP gets the 1-D shard mesh alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 _RESHARD = {"default": True, "always": True, "never": False}
 
@@ -32,6 +34,7 @@ def apply_fsdp(
     reshard_policy: str = "default",
     cpu_offload: bool = False,
     shard_dim: Callable[[nn.Parameter], int | None] | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard ``model`` over the 1-D ``mesh``: a group per block, one each for embedding and head.
 
@@ -51,6 +54,8 @@ def apply_fsdp(
         cpu_offload: keep shards, gradients and states in host memory.
         shard_dim: the dim along which a parameter is cut; None for the first. Others than the first must
             be divisible by the ranks.
+        expert_mesh: the ranks that hold the same experts, 1-D, where experts are split over others already:
+            each block's become a group of their own over it. It may be of one rank.
 
     Raises:
         ValueError: unknown policy or a mesh of more dimensions.
@@ -77,7 +82,10 @@ def apply_fsdp(
     if embedding is not None and not tied:
         fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
     layers = getattr(model, "layers", None)
-    for block in layers.children() if layers is not None else ():
+    blocks = list(layers.children()) if layers is not None else []
+    for block in blocks:
+        if expert_mesh is not None:
+            _shard_experts(block, reshard_after_forward, {**options, "mesh": expert_mesh})
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     if head is not None and not tied:
         fully_shard(head, reshard_after_forward=False, **options)
@@ -86,6 +94,44 @@ def apply_fsdp(
         module.set_gradient_divide_factor(1.0)
         # Without this a factor of 1 becomes NCCL's PREMUL_SUM, a slower path that gloo lacks.
         module.set_force_sum_reduction_for_comms(True)
+    if expert_mesh is not None:
+        _prefetch_with_experts(embedding if not tied else None, blocks, head if not tied else None)
+
+
+def _shard_experts(block: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:
+    for experts in expert_modules(block):
+        weight = next(experts.parameters())
+        held = weight.to_local() if isinstance(weight, DTensor) else weight
+        shard = Shard(expert_shard_dim(held.shape[0], options["mesh"].size()))
+        options["shard_placement_fn"] = lambda _, shard=shard: shard
+        fully_shard(experts, reshard_after_forward=reshard_after_forward, **options)
+
+
+def expert_modules(block: nn.Module) -> list[nn.Module]:
+    """Modules whose weights are 3-D, one matrix an expert: those that list ``grouped_weights``."""
+    return [module for module in block.modules() if hasattr(module, "grouped_weights")]
+
+
+def expert_shard_dim(experts: int, ranks: int) -> int:
+    """The axis of [experts, out, in] that ``ranks`` take shares of: 0, whole experts, if that comes out even,
+    else 1, rows of each."""
+    return 1 if experts % ranks else 0
+
+
+def _prefetch_with_experts(embedding: Any, blocks: list[Any], head: Any) -> None:
+    """Have each group gather the next block with its experts ahead, in both directions.
+
+    By itself FSDP gathers ahead in backward alone, and one group: the host, which waits for the token counts
+    of each block, would come to the experts' gather too late.
+    """
+    chain = [module for module in (embedding, *blocks, head) if isinstance(module, FSDPModule)]
+    for before, after in itertools.pairwise(chain):
+        before.set_modules_to_forward_prefetch([after, *_sharded_experts(after)])
+        after.set_modules_to_backward_prefetch([before, *_sharded_experts(before)])
+
+
+def _sharded_experts(block: Any) -> list[FSDPModule]:
+    return [module for module in expert_modules(block) if isinstance(module, FSDPModule)]
 
 
 def _placement_function(

@@ -8,6 +8,10 @@ Axes, outermost first: ``pp, dp_replicate, dp_shard, cp, tp``. Derived ones are 
 ``dp_cp``       dp_replicate x dp_shard x cp ranks whose gradients are summed
 ``loss``        the same                     ranks whose losses are summed
 ==============  ===========================  ==========================================
+
+Experts have a mesh of their own over the same ranks: of the ``dp_shard x cp x tp`` ranks of a replica, ``ep``
+neighbours share the experts among them, and the ``dp_shard_mod_ep`` ranks in the same place of each such set
+hold the same experts, in shares (FSDP).
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ _KEYS = {
     "tp": "parallelism.tensor_parallel_degree",
     "ep": "parallelism.expert_parallel_degree",
 }
-_NOT_YET = ("pp", "ep")
+_NOT_YET = ("pp",)
+EXPERT_AXES = ("dp_shard_mod_ep", "ep")
 
 
 @dataclass
@@ -53,6 +58,7 @@ class ParallelDims:
     world_size: int = 1
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
     _flat: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False)
+    _expert_mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for axis, key in _KEYS.items():
@@ -80,6 +86,19 @@ class ParallelDims:
                 f"fit ({_KEYS['dp_shard']} = -1 fits by itself) or start {others * self.dp_shard} ranks."
             )
 
+        in_replica = self.dp_shard * self.cp * self.tp
+        if in_replica % self.ep:
+            fitting = ", ".join(str(d) for d in range(1, in_replica + 1) if in_replica % d == 0)
+            raise ValueError(
+                f"{_KEYS['ep']} = {self.ep} does not divide the {in_replica} ranks of a replica ("
+                f"{self._product('dp_shard', 'cp', 'tp')}), which share the experts: use one of {fitting}."
+            )
+        if self.ep > 1 and self.ep % self.tp:
+            raise ValueError(
+                f"{_KEYS['ep']} = {self.ep} is no multiple of {_KEYS['tp']} = {self.tp}, whose ranks hold"
+                " different experts: use one, or set the latter to 1."
+            )
+
     def _product(self, *axes: str) -> str:
         """Degrees by key, those of 1 left out unless they all are."""
         above_one = [axis for axis in axes if getattr(self, axis) > 1] or axes[:1]
@@ -91,11 +110,16 @@ class ParallelDims:
         return self.world_size // (self.dp_replicate * self.dp_shard)
 
     def degree(self, name: str) -> int:
-        """Ranks along an axis, single or flattened."""
+        """Ranks along an axis, single or flattened; those of the experts' mesh are 1 where ep is 1."""
+        if name in EXPERT_AXES:
+            others = self.dp_shard * self.cp * self.tp // self.ep
+            return self.ep if name == "ep" else others if self.ep > 1 else 1
         axes = FLATTENED.get(name, (name,))
         for axis in axes:
             if axis not in AXES:
-                raise ValueError(f"no mesh axis {name!r}; there are {', '.join((*AXES, *FLATTENED))}.")
+                raise ValueError(
+                    f"no mesh axis {name!r}; there are {', '.join((*AXES, *EXPERT_AXES, *FLATTENED))}."
+                )
         return prod(getattr(self, axis) for axis in axes)
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
@@ -109,6 +133,10 @@ class ParallelDims:
                 self._flat[name] = self._flat["dp_cp"]
             else:
                 self._flat[name] = self._mesh[axes]._flatten(f"flat_{name}")
+        if self.ep > 1:
+            sizes = (self.pp, self.dp_replicate, *(self.degree(axis) for axis in EXPERT_AXES))
+            names = ("pp", "dp_replicate", *EXPERT_AXES)
+            self._expert_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         return self._mesh
 
     def get_mesh(self, name: str) -> DeviceMesh:
@@ -119,6 +147,9 @@ class ParallelDims:
         """
         self.degree(name)
         assert self._mesh is not None, "build_mesh comes first"
+        if name in EXPERT_AXES:
+            assert self._expert_mesh is not None, "experts have a mesh of their own if ep is above 1"
+            return self._expert_mesh[name]
         return self._flat[name] if name in self._flat else self._mesh[name]
 
     def get_optional_mesh(self, name: str) -> DeviceMesh | None:
@@ -137,6 +168,8 @@ class ParallelDims:
     def describe(self) -> str:
         """One line for the start-up report, such as ``8 ranks = dp_replicate 2 x dp_shard 4``."""
         parts = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        return f"{self.world_size} rank{'s' * (self.world_size > 1)}" + (
-            f" = {' x '.join(parts)}" if parts else ""
+        return (
+            f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+            + (f" = {' x '.join(parts)}" if parts else "")
+            + (f", experts over ep {self.ep}" if self.ep > 1 else "")
         )

@@ -37,25 +37,25 @@ def check_tensor_parallel(
     *,
     n_heads: int,
     n_kv_heads: int,
-    ffn_dim: int,
+    ffn_dim: int | None,
     vocab_size: int | None,
-    n_experts: int = 0,
 ) -> None:
-    """Whether a model of these sizes can be split; vocab_size: None while it is not known.
+    """Whether a model of these sizes can be split.
+
+    ffn_dim: None where experts take the feed-forward layers' place, which this axis does not split.
+    vocab_size: None while it is not known.
 
     Raises:
         ValueError: naming the key, the size that does not fit and what would.
     """
     if degree == 1:
         return
-    if n_experts:
-        raise ValueError(f"{KEY} = {degree}: a model with experts (model.n_experts = {n_experts}) takes 1.")
     for name, size in (
         ("model.n_heads", n_heads),
         ("model.n_kv_heads", n_kv_heads),
         ("the feed-forward width", ffn_dim),
     ):
-        if size % degree:
+        if size is not None and size % degree:
             fitting = ", ".join(str(d) for d in range(1, degree) if size % d == 0)
             raise ValueError(f"{KEY} = {degree} does not divide {name} = {size}: use one of {fitting}.")
     if vocab_size is not None and -(-vocab_size // degree) * (degree - 1) >= vocab_size:
@@ -73,7 +73,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     embedding, head = getattr(model, "tok_embeddings", None), getattr(model, "output", None)
     tied = embedding is not None and head is not None and embedding.weight is head.weight
     for block in model.get_submodule("layers").children():
-        plan = {name: style() for name, style in _BLOCK.items() if _has(block, name)}
+        styles = _BLOCK | (_EXPERTS if _has(block, "feed_forward.experts") else {})
+        plan = {name: style() for name, style in styles.items() if _has(block, name)}
         parallelize_module(block, mesh, plan)
     if embedding is not None:
         _distribute(embedding, mesh, Shard(0))
@@ -102,6 +103,8 @@ def tensor_rank_weights(model: nn.Module, degree: int) -> int:
         rows = ("tok_embeddings", "output", *_COLUMN_LINEARS)
         if inside in rows:
             total += -(-parameter.shape[0] // degree) * parameter[0].numel()
+        elif inside == "feed_forward.experts":  # expert_parallel_degree is a multiple
+            total += parameter.numel() // degree
         elif inside in _ROW_LINEARS and kind == "weight":
             total += -(-parameter.shape[1] // degree) * parameter.shape[0]
         else:
@@ -195,6 +198,21 @@ def _exchange_plan(
     return receive, [len(m) for m in mine], torch.cat(mine).to(device)
 
 
+class OwnTokens(ParallelStyle):
+    """A linear that every rank has whole and applies to its own tokens, plain tensors in and out."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Replicate())
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            weight = module.weight
+            assert isinstance(weight, DTensor)
+            return F.linear(x, weight.to_local(grad_placements=[Partial()]))
+
+        module.forward = forward
+        return module
+
+
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         # Nothing is sent: weights are on meta, or alike on every rank.
@@ -249,6 +267,19 @@ _BLOCK: dict[str, Callable[[], ParallelStyle]] = {
     "feed_forward.w1": ColwiseParallel,
     "feed_forward.w3": ColwiseParallel,
     "feed_forward.w2": _scatter_output,
+}
+
+
+def _own_tokens() -> ParallelStyle:
+    """Experts take each rank's tokens as they are: who has which experts is another axis's matter."""
+    return PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True
+    )
+
+
+_EXPERTS: dict[str, Callable[[], ParallelStyle]] = {
+    "feed_forward": _own_tokens,
+    "feed_forward.router": OwnTokens,
 }
 
 _COLUMN_LINEARS = tuple(name for name, style in _BLOCK.items() if style in (ColwiseParallel, FusedColumns))

@@ -15,7 +15,7 @@ from titanforge.metrics import activation_bytes, estimate_memory
 from titanforge.metrics.memory import GIB
 from titanforge.models.layers.loss import CHUNK_LOGITS
 from titanforge.optim import build_groups, exchange_lines, state_bytes
-from titanforge.parallelisms import tensor_rank_weights
+from titanforge.parallelisms import expert_modules, tensor_rank_weights
 
 
 def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
@@ -89,7 +89,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         )
         + (gathered * args.dim * tokens * compute_bytes * (tp - 1) // tp),
         dp_shard=dims.degree("dp_shard_cp"),
-        layer_params=largest_unit(model) // tp,
+        layer_params=largest_unit(model, tp, dims.ep),
         compute_bytes=compute_bytes,
     )
     lines += ["memory per rank, estimated", *(f"  {line}" for line in estimate.lines())]
@@ -100,8 +100,17 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     return "\n".join(lines)
 
 
-def largest_unit(model: nn.Module) -> int:
-    """Weights of the largest module that FSDP gathers at once."""
+def largest_unit(model: nn.Module, tp: int = 1, ep: int = 1) -> int:
+    """Weights of the largest set of modules that FSDP gathers at once, on a rank of the tensor axis.
+
+    A block's experts are gathered along with it.
+    """
     blocks = model.get_submodule("layers").children()
     units = [*blocks, model.get_submodule("tok_embeddings"), model.get_submodule("output")]
-    return max(sum(p.numel() for p in unit.parameters()) for unit in units)
+    return max(_unit_weights(unit, tp, ep) for unit in units)
+
+
+def _unit_weights(unit: nn.Module, tp: int, ep: int) -> int:
+    whole = sum(parameter.numel() for parameter in unit.parameters())
+    experts = sum(p.numel() for module in expert_modules(unit) for p in module.parameters())
+    return (whole - experts) // tp + experts // max(tp, ep)

@@ -16,15 +16,19 @@ from titanforge.parallelisms import (
     apply_activation_checkpoint,
     apply_compile,
     apply_context_parallel,
+    apply_expert_parallel,
     apply_fsdp,
     apply_mixed_precision,
     apply_tensor_parallel,
     check_context_parallel,
+    check_expert_parallel,
     check_tensor_parallel,
     complete_gradients,
     pad_sequences,
     sequence_pieces,
+    share_routing,
 )
+from titanforge.parallelisms.traffic import Traffic, silent
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOT_OVERRIDES = ("name", "flavor", "hf_assets_path")  # every other key of [model] is one
@@ -81,15 +85,15 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
         )
         args.check()
         _check_shards(config, dims)
+    n_experts = getattr(args, "n_experts", 0)
     check_tensor_parallel(
         dims.tp,
         n_heads=args.n_heads,
         n_kv_heads=args.n_kv_heads,
-        ffn_dim=args.ffn_dim,
+        ffn_dim=None if n_experts else args.ffn_dim,
         vocab_size=args.vocab_size,
-        n_experts=getattr(args, "n_experts", 0),
     )
-    if config.compile.cuda_graph and getattr(args, "n_experts", 0) and compute_dtype(config) != "bfloat16":
+    if config.compile.cuda_graph and n_experts and compute_dtype(config) != "bfloat16":
         raise ConfigError(
             "compile.cuda_graph = true: experts in float32 go one by one, and the host waits for their loads:"
             ' set training.mixed_precision_param = "bfloat16", or compile.cuda_graph = false'
@@ -99,7 +103,13 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
         config.parallelism.context_parallel_method,
         n_heads=args.n_heads,
         tensor_degree=dims.tp,
-        n_experts=getattr(args, "n_experts", 0),
+    )
+    check_expert_parallel(
+        dims.ep,
+        n_experts=n_experts,
+        widths=(args.dim, args.hidden_dim) if n_experts else (),
+        tensor_degree=dims.tp,
+        others=dims.degree("dp_shard_mod_ep"),
     )
 
 
@@ -136,17 +146,31 @@ def axis_lines(config: JobConfig, dims: ParallelDims, args: Any) -> list[str]:
             f"cp {dims.cp}: {T // dims.cp} of the {T} tokens of a sequence a rank,"
             f" attention by {parallelism.context_parallel_method}"
         )
+    n_experts = getattr(args, "n_experts", 0)
     if dims.tp > 1:
+        columns = "" if n_experts else f" {args.ffn_dim // dims.tp} feed-forward columns,"
         lines.append(
             f"tp {dims.tp}: {args.n_heads // dims.tp} query and {args.n_kv_heads // dims.tp} key/value heads,"
-            f" {args.ffn_dim // dims.tp} feed-forward columns, {-(-args.vocab_size // dims.tp)} rows of the"
+            f"{columns} {-(-args.vocab_size // dims.tp)} rows of the"
             f" vocabulary a rank; {T // dims.cp // dims.tp} tokens of a sequence between blocks"
+        )
+    if dims.ep > 1:
+        others = dims.degree("dp_shard_mod_ep")
+        lines.append(
+            f"ep {dims.ep}: {n_experts // dims.ep} of the {n_experts} experts of a block a rank"
+            + (f", 1/{others} of them between steps" if others > 1 else "")
+            + "; tokens go to their experts' ranks and back"
         )
     return lines
 
 
-def parallelize(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
-    """Split a model that is on meta, inside out, and give it memory: tensor, context, …, shards."""
+def parallelize(
+    model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device, traffic: Traffic = silent
+) -> None:
+    """Split a model that is on meta, inside out, and give it memory: tensor, context, …, shards.
+
+    traffic: is told of the collectives that the split model issues (see ``parallelisms.traffic``).
+    """
     training, checkpointing = config.training, config.activation_checkpoint
     tensor_mesh = dims.get_optional_mesh("tp")
     if tensor_mesh is not None:
@@ -157,6 +181,10 @@ def parallelize(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
         method = config.parallelism.context_parallel_method
         apply_context_parallel(model, context_mesh, method)
         pieces *= sequence_pieces(dims.cp, method)
+    expert_mesh = dims.get_optional_mesh("ep")
+    if expert_mesh is not None:
+        apply_expert_parallel(model, expert_mesh, traffic)
+    share_routing(model, dims.get_group("cp"), dims.get_group("tp"), traffic)
     if pieces > 1:
         pad_sequences(model, pieces)  # after the others: it comes first in a call
     # Reading the generator's state waits for the device, which a captured step cannot; no model here draws
@@ -180,6 +208,7 @@ def parallelize(model: nn.Module, config: JobConfig, dims: ParallelDims, device:
             reshard_policy=config.parallelism.fsdp_reshard_after_forward,
             cpu_offload=training.enable_cpu_offload,
             shard_dim=lambda param: dims_by_weight.get(id(param)),
+            expert_mesh=None if expert_mesh is None else dims.get_mesh("dp_shard_mod_ep"),
         )
     else:
         apply_mixed_precision(model, DTYPES[compute])

@@ -81,9 +81,9 @@ class Trainer:
 
         self.tokenizer = build_tokenizer(config.data.tokenizer, config.model.hf_assets_path)
         self.micro_batches, self.loader = self._build_loader()
+        self.ledger = CommLedger()
         self.model, self.model_args = self._build_model()
         self.optimizer = self._build_optimizer()
-        self.ledger = CommLedger()
         self.optimizer.connect(self._data_links())
         self.sync = self._owned(build_sync_policy(config.sync))
         self.sync.attach(
@@ -187,7 +187,7 @@ class Trainer:
         config = self.config
         model, args = build_meta_model(config, self.tokenizer.vocab_size)
         check_model(config, self.dims, args)
-        parallelize(model, config, self.dims, self.device)
+        parallelize(model, config, self.dims, self.device, self.ledger.record)
         initialize_weights(model, self.seed)
         return model.train(), args
 
@@ -334,9 +334,9 @@ class Trainer:
         else:  # its host side is done
             self.optimizer.apply_step(apply_flag, scale)
         if (statistics := self.model.step_statistics()) is not None:
-            self.ledger.all_reduce(
-                statistics, self.dims.get_group("loss"), axis="loss", purpose="model statistics"
-            )
+            for axis in ("loss", "tp"):  # ranks along tp have routed their own tokens too
+                group = self.dims.get_group(axis)
+                self.ledger.all_reduce(statistics, group, axis=axis, purpose="model statistics")
             self.model.end_step(apply_flag)
         return loss, grad_norm
 
@@ -406,7 +406,8 @@ class Trainer:
         return batches, totals[:replicas]
 
     def _reduce_norm(self, square: torch.Tensor, group: ProcessGroup) -> None:
-        axis = "tp" if group is self.dims.get_group("tp") else "dp_shard"
+        axes = ("tp", "ep", "dp_shard_mod_ep")
+        axis = next((axis for axis in axes if group is self.dims.get_group(axis)), "dp_shard")
         self.ledger.all_reduce(square, group, axis=axis, purpose="grad_norm")
 
     def _may_apply(self, loss: torch.Tensor) -> torch.Tensor:

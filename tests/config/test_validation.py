@@ -93,7 +93,7 @@ def test_bucket_size_and_group_values():
 # --- parallel layout and batch ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "expert"])
+@pytest.mark.parametrize("axis", ["pipeline"])
 def test_axes_that_do_not_exist_yet_are_refused_by_name(axis):
     message = refusal_of(f"--parallelism.{axis}_parallel_degree=2", world_size=2)
     assert message.startswith(

@@ -20,8 +20,31 @@ MISTAKES = [  # what is set; what the line says
     ),
     ({"parallelism__tensor_parallel_degree": 4, "model__n_heads": 4}, "does not divide model.n_kv_heads = 1"),
     ({"parallelism__tensor_parallel_degree": 4}, "does not divide model.n_heads = 2: use one of 1, 2"),
-    ({"parallelism__tensor_parallel_degree": 2, **QWEN_MOE}, "a model with experts (model.n_experts = 4)"),
-    ({"parallelism__context_parallel_degree": 2, **QWEN_MOE}, "a model with experts (model.n_experts = 4)"),
+    (
+        {"parallelism__tensor_parallel_degree": 2, **QWEN_MOE},
+        "expert_parallel_degree = 1: with parallelism.tensor_parallel_degree = 2",
+    ),
+    ({"parallelism__expert_parallel_degree": 2}, "expert_parallel_degree = 2: this model has no experts"),
+    (
+        {"parallelism__expert_parallel_degree": 3, **QWEN_MOE},
+        "expert_parallel_degree = 3 does not divide the 4 ranks of a replica",
+    ),
+    (
+        {"parallelism__expert_parallel_degree": 4, **QWEN_MOE, "model__n_experts": 6},
+        "expert_parallel_degree = 4 does not divide model.n_experts = 6: use one of 1, 2, 3",
+    ),
+    (
+        {"parallelism__expert_parallel_degree": 2, **QWEN_MOE, "model__n_experts": 6, "model__hidden_dim": 9},
+        "leaves 3 of 6 experts to each 2 ranks, which divide neither them nor the widths 32 and 9",
+    ),
+    (
+        {
+            "parallelism__expert_parallel_degree": 2,
+            "training__enable_cpu_offload": True,
+            **QWEN_MOE,
+        },
+        "training.enable_cpu_offload = true: is not available with parallelism.expert_parallel_degree",
+    ),
     (
         {"parallelism__context_parallel_degree": 4, "parallelism__context_parallel_method": "ulysses"},
         "context_parallel_degree = 4 does not divide the 2 query heads of a rank",
@@ -32,7 +55,6 @@ MISTAKES = [  # what is set; what the line says
     ),
     ({"parallelism__tensor_parallel_degree": 2, "optimizer__name": "Muon"}, 'optimizer.name = "Muon"'),
     ({"parallelism__pipeline_parallel_degree": 2}, "parallelism.pipeline_parallel_degree = 2"),
-    ({"parallelism__expert_parallel_degree": 2}, "parallelism.expert_parallel_degree = 2"),
 ]
 
 
@@ -80,4 +102,12 @@ def test_the_dry_run_says_what_each_axis_splits_and_what_a_rank_holds(tmp_path, 
     ):
         assert line in told
     assert all_axes == pytest.approx(whole / 8, abs=0.002)
+
+    sizes |= {**QWEN_MOE, "model__n_experts": 8, "model__hidden_dim": 512, "model__n_kv_heads": 2}
+    whole, _ = weights(1)
+    degrees = {"parallelism__tensor_parallel_degree": 2, "parallelism__expert_parallel_degree": 4}
+    experts, told = weights(8, **degrees)
+    assert "8 ranks = dp_shard 4 x tp 2, experts over ep 4" in told
+    assert "ep 4: 2 of the 8 experts of a block a rank, 1/2 of them between steps" in told
+    assert experts == pytest.approx(whole / 8, abs=0.003)
     assert not dist.is_initialized()

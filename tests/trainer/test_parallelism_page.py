@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.distributed_harness import REPOSITORY
+from tests.trainer.test_expert_layouts import LAYOUTS as EXPERT_LAYOUTS
 from tests.trainer.test_split_models import LAYOUTS
 from titanforge.config import load_config, validate_config
 from titanforge.layout import build_dims, check_model
@@ -61,8 +62,8 @@ HEAD, *ROWS = table("layout")
 def test_each_layout_is_taken_or_refused_as_written(row):
     argv = [f"--parallelism.{key}={value}" for key, value in degrees(row[0]).items()]
     ranks = 1
-    for value in degrees(row[0]).values():
-        ranks *= value if isinstance(value, int) else 1
+    for key, value in degrees(row[0]).items():
+        ranks *= value if isinstance(value, int) and key != KEYS["ep"] else 1
     for column, cell in zip(HEAD[1:], row[1:], strict=True):
         family, flavor = MODELS[column]
         assert cell in ("yes", "no")
@@ -71,13 +72,13 @@ def test_each_layout_is_taken_or_refused_as_written(row):
 
 
 def test_what_works_is_trained_in_a_test():
-    names = {"tensor": "tp", "context": "cp", "data_replicate": "dp_replicate"}
+    names = {"tensor": "tp", "context": "cp", "data_replicate": "dp_replicate", "expert": "ep"}
     trained = []
-    for ranks, axes in LAYOUTS.values():
+    for ranks, axes in [*LAYOUTS.values(), *EXPERT_LAYOUTS.values()]:
         sizes = {names[axis]: size for axis, size in axes.items() if axis in names}
         left = ranks
-        for size in sizes.values():
-            left //= size
+        for axis, size in sizes.items():
+            left //= size if axis != "ep" else 1
         method = {"context_parallel_method": axes.get("method", "ring")} if "cp" in sizes else {}
         shard = {"data_parallel_shard_degree": left} if left > 1 else {}
         trained.append({KEYS[axis]: size for axis, size in sizes.items()} | shard | method)

@@ -20,15 +20,13 @@ def check_ranks(config: JobConfig, world_size: int) -> int:
         ConfigError: naming the key, its value and what would fit.
     """
     parallelism = config.parallelism
-    for axis in ("pipeline", "expert"):
-        path = f"parallelism.{axis}_parallel_degree"
-        if schema.get_value(config, path) > 1:
-            raise refusal(
-                config,
-                path,
-                f"{axis} parallelism is not available yet: set it to 1 and spread the model with"
-                " parallelism.data_parallel_shard_degree",
-            )
+    if parallelism.pipeline_parallel_degree > 1:
+        raise refusal(
+            config,
+            "parallelism.pipeline_parallel_degree",
+            "pipeline parallelism is not available yet: set it to 1 and spread the model with"
+            " parallelism.data_parallel_shard_degree",
+        )
     left, taken = world_size, ""
     for name in ("tensor_parallel", "context_parallel", "data_parallel_replicate"):
         path = f"parallelism.{name}_degree"
@@ -52,6 +50,19 @@ def check_ranks(config: JobConfig, world_size: int) -> int:
             "parallelism.data_parallel_shard_degree",
             f"times {others} makes {total} ranks, but {world_size} were started: set it to -1 (here {left}),"
             f" or start {total} ranks",
+        )
+    if parallelism.expert_parallel_degree > 1 and config.training.enable_cpu_offload:
+        raise refusal(
+            config,
+            "training.enable_cpu_offload",
+            "is not available with parallelism.expert_parallel_degree above 1: set one of the two back",
+        )
+    if parallelism.expert_parallel_degree > 1 and rule_name(config.optimizer.name) not in COORDINATE_RULES:
+        raise refusal(
+            config,
+            "optimizer.name",
+            "reads whole layers, which parallelism.expert_parallel_degree above 1 splits: use one of"
+            f" {', '.join(sorted(COORDINATE_RULES))}",
         )
     if world_size > left * parallelism.data_parallel_replicate_degree:
         _check_split_sequences(config)

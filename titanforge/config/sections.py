@@ -348,7 +348,8 @@ class Parallelism:
     context_parallel_method: Literal["ring", "ulysses"] = "ring"
     """How attention crosses context-parallel ranks."""
     expert_parallel_degree: int = 1
-    """Ranks that share the experts (1: off)."""
+    """Ranks that share the experts of each block (1: off). They are ranks of the other axes: the degree
+    divides dp_shard x cp x tp, and is a multiple of the tensor-parallel degree."""
 
 
 @dataclass

@@ -23,7 +23,8 @@ _QUANTIZE = (
     "training in float8 or MX formats is not available; training.mixed_precision_param sets the compute dtype"
 )
 _PIPELINE = "pipeline stages are not available; leave parallelism.pipeline_parallel_degree = 1"
-_EXPERTS = "expert parallelism is not available; leave parallelism.expert_parallel_degree = 1"
+_EXPERT_TENSOR = "experts are shared whole, by parallelism.expert_parallel_degree ranks; leave this at 1"
+_EXPERT_BACKEND = "tokens travel by all-to-alls of torch.distributed; leave this out"
 _FAULT_TOLERANCE = (
     "nothing restarts replicas one by one; use checkpoint.interval and `torchrun --max-restarts`"
 )
@@ -71,8 +72,8 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     "parallelism.context_parallel_rotate_method": ForeignKey(
         "parallelism.context_parallel_method chooses how attention crosses ranks"
     ),
-    "parallelism.expert_tensor_parallel_degree": ForeignKey(_EXPERTS, (1,)),
-    "parallelism.expert_parallel_comm_backend": ForeignKey(_EXPERTS),
+    "parallelism.expert_tensor_parallel_degree": ForeignKey(_EXPERT_TENSOR, (1,)),
+    "parallelism.expert_parallel_comm_backend": ForeignKey(_EXPERT_BACKEND, ("standard",)),
     "checkpoint.enable_ft_dataloader_checkpoints": ForeignKey(_FAULT_TOLERANCE),
     "checkpoint.initial_load_in_hf_quantized": ForeignKey(_HUGGING_FACE, (False,)),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ForeignKey(

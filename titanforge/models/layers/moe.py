@@ -19,13 +19,19 @@ class Routing(NamedTuple):
     """What a layer tells of one batch.
 
     load_E: float32, tokens sent to each expert; no gradient.
-    imbalance: float32 scalar, E Σ f p over the experts, f being an expert's share of what was sent and p its
-        mean probability: 1 when all are alike, E when one takes everything (Fedus et al. 2021, "Switch
-        Transformers", eq. 4). Its gradient flows through p.
+    p_E: float32, each expert's mean probability over the tokens, with its gradient.
     """
 
     load_E: torch.Tensor
-    imbalance: torch.Tensor
+    p_E: torch.Tensor
+
+    @property
+    def imbalance(self) -> torch.Tensor:
+        """Float32 scalar, E Σ f p over the experts, f being an expert's share of what was sent.
+
+        1 when all are alike, E when one takes everything (Fedus et al. 2021, "Switch Transformers", eq. 4).
+        """
+        return self.load_E.shape[0] * (self.load_E / self.load_E.sum() * self.p_E).sum()
 
 
 class Experts(nn.Module):
@@ -50,7 +56,11 @@ class Experts(nn.Module):
 
     def product(self, x: torch.Tensor, weight: str, ends_E: torch.Tensor) -> torch.Tensor:
         """``grouped_linear`` with the weight of that name."""
-        return grouped_linear(x, getattr(self, weight), ends_E)
+        return grouped_linear(x, self.matrices(weight), ends_E)
+
+    def matrices(self, weight: str) -> torch.Tensor:
+        """The weight of that name, of the experts that are here."""
+        return getattr(self, weight)
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {"w1": Normal(0.02), "w2": Normal(self.depth_std), "w3": Normal(self.depth_std)}
@@ -142,9 +152,7 @@ class MoE(nn.Module):
         load_E = torch.zeros_like(p_NE[0].detach()).scatter_add_(
             0, sent, torch.ones_like(sent, dtype=torch.float32)
         )
-        share_E = load_E / sent.shape[0]
-        imbalance = p_NE.shape[1] * (share_E * p_NE.mean(0)).sum()
-        return weight_Nk, chosen_Nk, Routing(load_E, imbalance)
+        return weight_Nk, chosen_Nk, Routing(load_E, p_NE.mean(0))
 
 
 class SendRows(torch.autograd.Function):

@@ -84,21 +84,30 @@ class Qwen3Moe(Qwen3):
         result = self._leave(x_BTD, labels, logits_at)
         if labels is None or not (self.training and torch.is_grad_enabled() and routings):
             return result
-        self._count(routings)
+        whole, counted = self.whole_routing(routings, (labels != IGNORE_INDEX).sum())
+        imbalance_L = torch.stack([routing.imbalance for routing in whole])
+        self._count(routings, imbalance_L)
         coefficient = self.args.moe_auxiliary_loss_coefficient
         if self.args.moe_balancing == "auxiliary_loss" and coefficient:
             # Per counted token, as the loss is: whoever divides that sum divides this one too.
-            counted = (labels != IGNORE_INDEX).sum()
-            term = torch.stack([r.imbalance for r in routings]).sum() / self.args.n_layers
-            term = coefficient * counted * term
+            term = coefficient * counted * imbalance_L.sum() / self.args.n_layers
             result = result + (term - term.detach())  # the value stays the tokens' loss
         return result
 
+    def whole_routing(
+        self, routings: list[Routing], counted: torch.Tensor
+    ) -> tuple[list[Routing], torch.Tensor]:
+        """How whole sequences were dealt, and how many of their labels count: here all of them were seen.
+
+        May be replaced where a call works on a part of each sequence.
+        """
+        return routings, counted
+
     @torch.no_grad()
-    def _count(self, routings: list[Routing]) -> None:
-        for layer, routing in zip(self.layers, routings, strict=True):
+    def _count(self, routings: list[Routing], imbalance_L: torch.Tensor) -> None:
+        for layer, routing, imbalance in zip(self.layers, routings, imbalance_L, strict=True):
             load_E = routing.load_E
-            self.load[int(layer)] += torch.cat((load_E, (routing.imbalance * load_E.sum())[None]))
+            self.load[int(layer)] += torch.cat((load_E, (imbalance * load_E.sum())[None]))
 
     def step_statistics(self) -> torch.Tensor | None:
         return self.load

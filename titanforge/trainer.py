@@ -228,6 +228,7 @@ class Trainer:
         return DataLinks(
             shards=self.dims.degree("dp_shard_cp"),
             shard=self.dims.get_mesh("dp_shard_cp").get_local_rank(),
+            replicas=self.dims.dp_replicate,
             reduce_scatter=None if shards is None else scatter,
             all_reduce=None if replicas is None else reduce,
             record=partial(ledger.record, "dp_shard"),

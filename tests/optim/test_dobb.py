@@ -10,13 +10,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from titanforge.config.sections import Optimizer
+from titanforge.config.sections import JobConfig, Optimizer
+from titanforge.layout import check_model
 from titanforge.optim import build_optimizer
 from titanforge.optim.dobb.reference import DobbReference
 from titanforge.optim.dobb.refresh import eigenbases, refresh_bases
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.matrix_options import DobbOptions
-from titanforge.parallelisms import apply_activation_checkpoint, apply_compile
+from titanforge.parallelisms import ParallelDims, apply_activation_checkpoint, apply_compile
 
 LR, DECAY, MU, T = 1e-2, 0.1, 0.9, 3
 
@@ -313,6 +314,23 @@ def test_cholesky_converges_to_eigenvectors() -> None:
         assert int(failed) == 0
     rotated = basis.mT @ c @ basis
     assert (rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))).abs().max() < 1e-4
+
+
+def test_blocks_that_lie_in_no_shard_are_refused_before_there_is_a_process() -> None:
+    config = JobConfig()
+    config.model.name, config.model.flavor = "gpt2", "debugmodel"
+    config.optimizer.name = "Dobb"
+    with pytest.raises(ValueError, match=r"optimizer\.dobb\.blocks = 1: .* take a multiple of 2, or fewer"):
+        check_model(config, ParallelDims(dp_shard=2, world_size=2))
+    config.optimizer.dobb.block_width = 64
+    check_model(config, ParallelDims(dp_shard=2, world_size=2))
+    with pytest.raises(ValueError, match=r"block_width = 64: .* take a divisor of \d+, or fewer shards"):
+        check_model(config, ParallelDims(dp_shard=16, world_size=16))
+    with pytest.raises(ValueError, match=r"data_parallel_shard_degree: .* 3 shards do not divide axis 1"):
+        check_model(config, ParallelDims(dp_shard=3, world_size=3))
+    config.optimizer.dobb.side = "G"
+    with pytest.raises(ValueError, match=r"take a divisor of 96"):
+        check_model(config, ParallelDims(dp_shard=8, world_size=8))
 
 
 def test_blocks_that_do_not_divide_and_unread_weights_are_refused() -> None:

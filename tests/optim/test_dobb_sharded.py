@@ -9,10 +9,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.distributed_harness import run_distributed
+from tests.optim import test_sharded
 from tests.optim.test_dobb import T, micro_batch, options
 from titanforge.models.layers.moe import MoE
 from titanforge.optim import DataLinks, build_groups, build_optimizer, shard_dims
@@ -84,6 +86,7 @@ class Run:
             DataLinks(
                 shards,
                 self.rank % shards,
+                replicas,
                 None if shard_group is None else scatter,
                 None if self.replica_group is None else reduce,
                 partial(ledger.record, "shard"),
@@ -145,7 +148,8 @@ def moments(chosen, shards: int) -> int:
     padded = -(-EXPERTS // shards) * shards  # the last ranks have fewer experts
     widths = (8, 8, 16) if dobb.side == "A" else (16, 16, 8)
     entries += padded * sum(w * w // dobb.blocks for w in widths)
-    return entries + shards * (len(dense) + 3 * EXPERTS)
+    # Each shard is told all positions, and how many blocks have failed so far.
+    return entries + shards * (len(dense) + 3 * EXPERTS + 1)
 
 
 def layouts(rank: int, world_size: int, folder: str) -> None:
@@ -213,7 +217,7 @@ def launches(rank: int, world_size: int, folder: str) -> None:
     for side in ("A", "G"):
         chosen = options(side=side, blocks=4)
         plain, early = Run(chosen, 2, 2), Run(chosen, 2, 2)
-        capture, seen = early.optimizer.capture, []
+        capture, seen = early.optimizer.capture, []  # pyright: ignore[reportAttributeAccessIssue]
         assert isinstance(capture, DobbCapture)
         capture._buckets = [[weight] for weight in capture.weights]
 
@@ -222,13 +226,31 @@ def launches(rank: int, world_size: int, folder: str) -> None:
             capture.prepare([reduction])
 
         capture.on_reduction = refresh_at_once
+        capture.failed_blocks += 1 + capture.links.shard
         for run in (plain, early):
             run.train(0, T + 1)
         assert_equal(plain.whole(), early.whole())
+        assert int(early.optimizer.metrics()["dobb_failed_blocks"]) == 1 + 2, "of both shards, once"
         names = [weight.name for weight in capture.weights]
         assert [name for name, _ in seen] == 2 * names
         in_backward = {within for _, within in seen}
         assert in_backward == {side == "G"}
+
+
+def other_rules(rank: int, world_size: int, folder: str) -> None:
+    """Muon, RMNP and Dion where three rows leave a rank without any: as on one."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    for recipe in test_sharded.RECIPES:
+        if recipe[0] not in test_sharded.MATRIX_RULES:
+            continue
+        alone, cut = test_sharded.Model(), test_sharded.Model()
+        for module in (*cut.layers, cut):
+            fully_shard(module, mesh=mesh)
+        expected, found = test_sharded.train(alone, recipe), test_sharded.train(cut, recipe)
+        for (name, one), other in zip(alone.named_parameters(), cut.parameters()):
+            torch.testing.assert_close(whole(other), one.detach(), rtol=0, atol=1e-6)
+            for slot, state in expected["state"][name].items():
+                torch.testing.assert_close(whole(found["state"][name][slot]), state, rtol=1e-5, atol=1e-6)
 
 
 def everything(rank: int, world_size: int, folder: str) -> None:
@@ -236,6 +258,7 @@ def everything(rank: int, world_size: int, folder: str) -> None:
     gradient_source(rank, world_size, folder)
     resumed(rank, world_size, folder)
     launches(rank, world_size, folder)
+    other_rules(rank, world_size, folder)
 
 
 def test_shards_and_replicas(tmp_path) -> None:

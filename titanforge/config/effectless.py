@@ -108,6 +108,11 @@ DEPENDENCES = (
         )
         for section, rules in (("muon", ("muon", "scion")), ("dion", ("dion",)), ("dobb", ("dobb",)))
     ),
+    Dependence(
+        ("optimizer.dobb.capture",),
+        lambda config, device: config.optimizer.dobb.source == "activation",
+        'optimizer.dobb.source = "gradient" captures nothing',
+    ),
     *(
         Dependence(
             (f"optimizer.{key}",),

@@ -146,6 +146,13 @@ def _check_dobb(config: JobConfig) -> None:
     """What Dobb does not work with; whether blocks fit shards is the model's to say."""
     if rule_name(config.optimizer.name) != "dobb" or config.optimizer.dobb.source == "gradient":
         return
+    if config.parallelism.pipeline_parallel_degree > 1:
+        raise refusal(
+            config,
+            "parallelism.pipeline_parallel_degree",
+            "Dobb captures whole micro-batches, one after the other: set it to 1, or take"
+            ' optimizer.dobb.source = "gradient"',
+        )
     if config.parallelism.expert_parallel_degree > 1:
         raise refusal(
             config,

@@ -210,7 +210,7 @@ class RuleOptimizer:
 
     def metrics(self) -> dict[str, Tensor]:
         """Scalars worth logging, by metric name."""
-        return {} if self.capture is None else {"dobb_failed_blocks": self.capture.failed_blocks}
+        return {} if self.capture is None else {"dobb_failed_blocks": self.capture.all_failed}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or fill them with zeros."""

@@ -30,12 +30,13 @@ class DataLinks:
 
     shards, shard: how many parts there are, and which one this rank has.
     reduce_scatter: `rows` [shards L] summed over the shards; part `shard` of the sum goes to `output` [L].
-    all_reduce: sums in place over the replicas of this shard. None: there is one.
+    all_reduce: sums in place over the `replicas` of this shard. None: there is one.
     record: told of each exchange that a step issues between shards through DTensor: what for, payload bytes.
     """
 
     shards: int = 1
     shard: int = 0
+    replicas: int = 1
     reduce_scatter: ReduceScatter | None = None
     all_reduce: AllReduce | None = None
     record: Callable[[str, int], None] | None = None

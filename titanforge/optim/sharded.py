@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanforge.kernels.codecs import as_encoded
 from titanforge.optim.dion import Dion
@@ -19,6 +19,7 @@ from titanforge.optim.local_update import LocalWeight, update_state_global, writ
 from titanforge.optim.low_rank import Cut, ShardedWeight, exchange_factors, exchange_row_norms, same_shape
 from titanforge.optim.matrix import RMNP
 from titanforge.optim.rule import StateGlobalRule, select
+from titanforge.optim.states import local_tensor
 
 
 def update_sharded(
@@ -45,25 +46,27 @@ def _update_batch(
     h: Tensor,
     record: Callable[[str, int], None] | None,
 ) -> None:
-    whole = []
-    for weight in weights:
-        item = weight.item()
-        momentum = _gather(weight.momentum, record)
-        gradient = None
-        if rule.u_reads_gradient and weight.param.grad is not None:
-            gradient = _gather(weight.param.grad, record)
-        # Of a weight of zeros U makes the update alone, which is linear in nothing else of the weight.
-        whole.append(
-            LocalWeight(
-                weight=torch.zeros_like(momentum),
-                gradient=gradient,
-                states=(as_encoded(momentum),),
-                hyper_row=item.hyper_row,
-                auxiliary=item.auxiliary,
-                parts=item.parts,
-                matrix=item.matrix,
-            )
+    """weights: of one shape and cut."""
+    momenta = _gather([weight.momentum for weight in weights], record)
+    gradients: list[Tensor | None] = [None] * len(weights)
+    if rule.u_reads_gradient:
+        having = [index for index, weight in enumerate(weights) if weight.param.grad is not None]
+        whole_gradients = [weight.param.grad for weight in weights if weight.param.grad is not None]
+        for index, gradient in zip(having, _gather(whole_gradients, record)):
+            gradients[index] = gradient
+    # Of a weight of zeros U makes the update alone, which is linear in nothing else of the weight.
+    whole = [
+        LocalWeight(
+            weight=torch.zeros_like(momentum),
+            gradient=gradient,
+            states=(as_encoded(momentum),),
+            hyper_row=item.hyper_row,
+            auxiliary=item.auxiliary,
+            parts=item.parts,
+            matrix=item.matrix,
         )
+        for momentum, gradient, item in zip(momenta, gradients, (weight.item() for weight in weights))
+    ]
     update_state_global(rule, whole, h)
     for weight, full in zip(weights, whole):
         item = weight.item()
@@ -76,11 +79,30 @@ def _update_batch(
             write_copies([item])
 
 
-def _gather(tensor: Tensor, record: Callable[[str, int], None] | None) -> Tensor:
-    assert isinstance(tensor, DTensor)
+def _gather(tensors: Sequence[Tensor], record: Callable[[str, int], None] | None) -> list[Tensor]:
+    """fp32; tensors of one shape and cut go in one exchange."""
+    if not tensors:
+        return []
+    first = tensors[0]
+    assert isinstance(first, DTensor)
     if record is not None:
-        record("momenta", tensor.numel() * tensor.element_size())
-    return tensor.full_tensor().float().contiguous()
+        record("momenta", len(tensors) * first.numel() * first.element_size())
+    if any(type(placement) not in (Shard, Replicate) for placement in first.placements):
+        return [
+            tensor.full_tensor().float().contiguous() for tensor in tensors if isinstance(tensor, DTensor)
+        ]
+    stacked = torch.stack([local_tensor(tensor) for tensor in tensors])
+    placements = [Shard(p.dim + 1) if isinstance(p, Shard) else Replicate() for p in first.placements]
+    shape = torch.Size((len(tensors), *first.shape))
+    spread = DTensor.from_local(
+        stacked,
+        first.device_mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    return list(spread.full_tensor().float().contiguous().unbind(0))
 
 
 def _local_part(full: Tensor, like: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ class BasisKeeper(ABC):
     """Statistics and bases of all weights under Dobb: what sets them from step to step.
 
     steps: int64 scalar on the CPU, steps begun so far; saved with the states. failed_blocks: int64 scalar on
-    the device, factorisations of this rank so far that failed, whose blocks kept their basis.
+    the device, factorisations of this rank so far that failed, whose blocks kept their basis. all_failed: of
+    all ranks, as far as they have told: with shards up to the refresh before the last.
     """
 
     def __init__(self, rule: Dobb, weights: Sequence[Captured]) -> None:
@@ -43,6 +44,7 @@ class BasisKeeper(ABC):
         self.steps = torch.zeros((), dtype=torch.int64)
         self._device = self.weights[0].basis.device
         self.failed_blocks = torch.zeros((), dtype=torch.int64, device=self._device)
+        self.all_failed = self.failed_blocks
         self.links = DataLinks()
         self._begun = 0
         self._refreshing = False
@@ -167,6 +169,7 @@ class DobbCapture(BasisKeeper):
         self._missing: list[set[str]] = []
         self._reductions: list[Reduction] = []
         self._prepared: list[Fresh] = []
+        self._last: Reduction
 
     def begin_step(self, num_micro_batches: int) -> None:
         super().begin_step(num_micro_batches)
@@ -211,8 +214,10 @@ class DobbCapture(BasisKeeper):
         """Launch the exchanges of all buckets before `end` that have not been."""
         with torch.no_grad():
             while self._next_bucket < end:
-                reduction = Reduction(self._buckets[self._next_bucket], self.links)
+                bucket = self._buckets[self._next_bucket]
+                reduction = Reduction(bucket, self.links, self.failed_blocks)
                 self._next_bucket += 1
+                self._last = reduction
                 self._reductions.append(reduction)
                 if self.on_reduction is not None:
                     self.on_reduction(reduction)
@@ -245,6 +250,8 @@ class DobbCapture(BasisKeeper):
         for weight in self.weights:  # a step without before_backward
             weight.reader.open(None, None)
         self._launch(len(self._buckets))
+        if self.links.shards > 1:
+            self.all_failed = self._last.beside().to(torch.int64)
         self.prepare(self._reductions)
         self._refreshing = False
         prepared, self._prepared = self._prepared, []

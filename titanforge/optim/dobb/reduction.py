@@ -52,12 +52,13 @@ class Captured:
 class Reduction:
     """The sums of some weights, launched when it is made and complete after `wait`.
 
-    One exchange carries the outer products of each rank's blocks, and to every rank all positions.
+    One exchange carries the outer products of each rank's blocks, and to every rank all positions and the
+    sum of `beside`, a scalar of each shard.
     """
 
-    def __init__(self, weights: Sequence[Captured], links: DataLinks) -> None:
+    def __init__(self, weights: Sequence[Captured], links: DataLinks, beside: Tensor) -> None:
         self.weights = list(weights)
-        self._shard = links.shard
+        self._shard, self._replicas = links.shard, links.replicas
         rows = links.shards
         parts, counts = [], []
         for weight in self.weights:
@@ -69,8 +70,13 @@ class Reduction:
                 flat = torch.cat([flat, flat.new_zeros(missing, flat.shape[1])])
             parts.append(flat.view(rows, -1))
             counts.append(count.reshape(1, -1).expand(rows, -1))
+        counts.append(beside.to(torch.float32).view(1, 1).expand(rows, 1))
         self._sizes = [part.shape[1] for part in (*parts, *counts)]
         self._sum = RowSum(torch.cat([*parts, *counts], dim=1), links)
+
+    def beside(self) -> Tensor:
+        """The sum over shards, of which all replicas have the same; waits as `wait` does."""
+        return self._sum.wait()[-1] / self._replicas
 
     def wait(self) -> Iterator[tuple[Captured, Tensor, Tensor, Tensor]]:
         """Each weight with the sums [b, w, w] and positions [b] of this rank's blocks, and all positions [].

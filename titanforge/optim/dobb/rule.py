@@ -106,7 +106,7 @@ class Dobb(MatrixRule):
             by_width = self.dobb.block_width > 0
             key = "block_width" if by_width else "blocks"
             fit = f"a divisor of {chunk}" if by_width else f"a multiple of {shards}"
-            if not by_width and (parts > 1 or length % shards):
+            if not by_width and dim == 0 and (parts > 1 or length % shards):
                 fit = f"blocks whose width divides {chunk}"
             raise ValueError(
                 f"optimizer.dobb.{key} = {getattr(self.dobb, key)}: blocks of {name!r}, {size}, are {width} "

@@ -300,7 +300,7 @@ def update_tiles(
     keep_largest(s1_meta_ptr, s1_largest, apply, S1_CODEC)
 
 
-@jit(unspecialized=("T", "group"))
+@jit(unspecialized=("h_ptr", "norm_ptr", "nonfinite_ptr", "T", "group"))
 def cooperative_kernel(
     dy_desc, x_desc, w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, norm_ptr,
     nonfinite_ptr, N, K, T, group,

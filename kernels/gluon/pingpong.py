@@ -294,7 +294,7 @@ def consume(
     keep_largest(s1_meta_ptr, s1_largest, apply, S1_CODEC)
 
 
-@jit(unspecialized=("T", "group"))
+@jit(unspecialized=("h_ptr", "norm_ptr", "nonfinite_ptr", "T", "group"))
 def pingpong_kernel(
     dy_desc, x_desc, w_desc, master_desc, s0_desc, s1_desc, s0_meta_ptr, s1_meta_ptr, h_ptr, norm_ptr,
     nonfinite_ptr, N, K, T, group,

@@ -44,6 +44,7 @@ from titanforge.kernels.step import make_target
 from titanforge.kernels.timing import replay_time
 from titanforge.kernels.wgrad import config_for, fused_wgrad_update, tile_count, wgrad
 
+DEVICE = torch.device("cuda")
 GEOMETRIES: dict[str, dict[str, TileConfig]] = {
     PINGPONG: {
         "turns": TileConfig(128, 128, 64, stages=4, form=PINGPONG),
@@ -134,14 +135,13 @@ def differences(found: Set, wanted: Set, before: Set, config: TileConfig) -> lis
 
 def check_exact(check: Check, config: TileConfig, shape: tuple[int, int], tokens: int) -> dict[str, Any]:
     """Gate T0 against the portable gradient and a flat pass."""
-    device = torch.device("cuda")
     rule = get_epilogue(check.rule)
-    hyper = hyper_vector(rule, device)
-    operands = Operands(shape, tokens, device)
-    start = prepare(Cell(check.rule, check.recipe, shape, tokens), device, 0)
+    hyper = hyper_vector(rule, DEVICE)
+    operands = Operands(shape, tokens, DEVICE)
+    start = prepare(Cell(check.rule, check.recipe, shape, tokens), DEVICE, 0)
     found, wanted = start.clone(), start.clone()
-    norm = torch.full((tile_count(shape, config),), float("nan"), device=device)
-    counter = torch.zeros(1, dtype=torch.int32, device=device)
+    norm = torch.full((tile_count(shape, config),), float("nan"), device=DEVICE)
+    counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     run(found, operands, rule, hyper, config, norm_partials=norm, nonfinite=counter)
     gradient = wgrad(operands.dy, operands.x)
     flat_update(
@@ -159,14 +159,13 @@ def check_exact(check: Check, config: TileConfig, shape: tuple[int, int], tokens
 
 def check_flags(check: Check, config: TileConfig) -> Iterator[dict[str, Any]]:
     """apply = 0, and an infinite gradient in one tile."""
-    device = torch.device("cuda")
     rule, shape, tokens = get_epilogue(check.rule), (512, 1024), 100
-    operands = Operands(shape, tokens, device)
-    start = prepare(Cell(check.rule, check.recipe, shape, tokens), device, 0)
+    operands = Operands(shape, tokens, DEVICE)
+    start = prepare(Cell(check.rule, check.recipe, shape, tokens), DEVICE, 0)
     idle = start.clone()
-    hyper = hyper_vector(rule, device)
+    hyper = hyper_vector(rule, DEVICE)
     hyper[0] = 0
-    counter = torch.zeros(1, dtype=torch.int32, device=device)
+    counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     run(idle, operands, rule, hyper, config, nonfinite=counter)
     told = differences(idle, start, start, config)
     yield {"what": "apply = 0", "good": not told and int(counter) == 0, "different": told}
@@ -177,7 +176,7 @@ def check_flags(check: Check, config: TileConfig) -> Iterator[dict[str, Any]]:
     operands.dy[3, 200] = 1  # G is infinite or NaN in column 300
     found = start.clone()
     run(found, operands, rule, hyper, config, nonfinite=counter)
-    spared = torch.zeros(shape, dtype=torch.bool, device=device)
+    spared = torch.zeros(shape, dtype=torch.bool, device=DEVICE)
     j = 300 // config.block_k
     spared[:, j * config.block_k : (j + 1) * config.block_k] = True
     bad = []
@@ -194,15 +193,14 @@ def check_flags(check: Check, config: TileConfig) -> Iterator[dict[str, Any]]:
 
 def check_repeats(check: Check, config: TileConfig, shape: tuple[int, int], tokens: int) -> dict[str, Any]:
     """The same launch many times, on the same numbers."""
-    device = torch.device("cuda")
     rule = get_epilogue(check.rule)
-    hyper = hyper_vector(rule, device)
-    operands = Operands(shape, tokens, device)
-    start = prepare(Cell(check.rule, check.recipe, shape, tokens), device, 0)
+    hyper = hyper_vector(rule, DEVICE)
+    operands = Operands(shape, tokens, DEVICE)
+    start = prepare(Cell(check.rule, check.recipe, shape, tokens), DEVICE, 0)
     first, again = start.clone(), start.clone()
     run(first, operands, rule, hyper, config)
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
-    runs_wrong = torch.zeros((), dtype=torch.int64, device=device)
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    runs_wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(REPEATS):
         for into, source in zip(again.tensors(), start.tensors()):
             into.copy_(source)
@@ -231,12 +229,11 @@ def run_check(check: Check) -> Iterator[dict[str, Any]]:
 
 def time_one(timing: Timing) -> dict[str, Any]:
     """Milliseconds of one cell."""
-    device = torch.device("cuda")
     cell = Cell(timing.rule, timing.recipe, timing.shape, timing.tokens)
     rule = get_epilogue(timing.rule)
-    hyper = hyper_vector(rule, device)
-    operands = Operands(timing.shape, timing.tokens, device)
-    sets = [prepare(cell, device, seed) for seed in range(buffer_count(cell))]
+    hyper = hyper_vector(rule, DEVICE)
+    operands = Operands(timing.shape, timing.tokens, DEVICE)
+    sets = [prepare(cell, DEVICE, seed) for seed in range(buffer_count(cell))]
     if timing.form == PORTABLE:
         target = make_target(rule, sets[0].weight, sets[0].states, master=sets[0].master)
         config = config_for(operands.dy, operands.x, target)
@@ -277,17 +274,17 @@ def worker(job: dict[str, Any], out: Path) -> None:
             put({"what": "done", "good": True})
             return
         if PORTABLE in job["forms"]:
-            select_form(PORTABLE, torch.device("cuda"))
+            select_form(PORTABLE, DEVICE)
         for entry in job["cells"]:
             if time.time() > job["until"]:
                 put({"left_out": entry})
                 continue
             try:
-                if job["kind"] == "standard":
+                if "form" not in entry:
                     cell = Cell("adamw", "bf16", tuple(entry["shape"]), entry["tokens"])
-                    operands = Operands(cell.shape, cell.tokens, torch.device("cuda"))
+                    operands = Operands(cell.shape, cell.tokens, DEVICE)
                     put({**entry, **guarded(lambda cell=cell, operands=operands: time_standard(
-                        cell, operands, torch.device("cuda")))})  # fmt: skip
+                        cell, operands, DEVICE))})  # fmt: skip
                 else:
                     timing = Timing(**{**entry, "shape": tuple(entry["shape"])})
                     put(guarded(lambda timing=timing: time_one(timing)))

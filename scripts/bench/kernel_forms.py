@@ -204,16 +204,18 @@ def compare_forms(forms: Sequence[str], out: Path, budget: float, processes: int
         wanted = [timing for timing in timings(forms) if runs(timing)]
         sizes = list(dict.fromkeys((timing.shape, timing.tokens) for timing in wanted))
         until = began + budget
-        jobs: list[tuple[str, dict[str, Any]]] = [
-            ("standard", {"kind": "standard", "cells": [{"shape": s, "tokens": t} for s, t in sizes]})
-        ]
+        # The standard path and the portable form cannot hang: one process for both.
+        safe: list[Any] = [{"shape": shape, "tokens": tokens} for shape, tokens in sizes]
+        safe += [asdict(timing) for timing in wanted if timing.form == PORTABLE]
+        jobs: list[tuple[str, list[Any]]] = [(PORTABLE, safe)]
         for form in forms:
-            jobs.append((form, {"kind": "time", "cells": [asdict(t) for t in wanted if t.form == form]}))
+            if form != PORTABLE:
+                jobs.append((form, [asdict(timing) for timing in wanted if timing.form == form]))
         standards: dict[Any, dict[str, float]] = {}
-        for index, (form, job) in enumerate(jobs):
+        for index, (form, cells) in enumerate(jobs):
             # Each job may take an even share of what is left.
             share = max(15.0, (until - time.time()) / (len(jobs) - index))
-            job |= {"forms": [form], "limit": 25, "until": time.time() + share}
+            job = {"kind": "time", "cells": cells, "forms": [form], "limit": 25, "until": time.time() + share}
             answer = start_job(job, folder, f"time_{form}", share + 30)
             if answer["problem"]:
                 report["failures"].append(f"timing {form}: {answer['problem']}")
@@ -224,7 +226,7 @@ def compare_forms(forms: Sequence[str], out: Path, budget: float, processes: int
                 elif "error" in cell:
                     report["failures"].append(cell)
                     print(f"FAILED {cell}", flush=True)
-                elif form == "standard":
+                elif "form" not in cell:
                     standards[tuple(cell["shape"]), cell["tokens"]] = cell
                     report["standards"].append(cell)
                     print(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from titanforge.assembly import batch_of_step, build_meta_model, forge_steps, probe_forward
 from titanforge.config import JobConfig
 from titanforge.data import build_tokenizer
-from titanforge.forge import plan_report, preview
+from titanforge.forge import Granule, plan_report, preview
 from titanforge.forge.head import CHUNK_LOGITS as FUSED_CHUNK_LOGITS
+from titanforge.forge.report import PlanLine
 from titanforge.layout import DTYPES, axis_lines, build_dims, check_model
 from titanforge.metrics import activation_bytes, estimate_memory
 from titanforge.metrics.memory import GIB
 from titanforge.models.layers.loss import CHUNK_LOGITS
-from titanforge.optim import build_groups, exchange_lines, state_bytes
+from titanforge.optim import build_groups, exchange_lines, state_bytes, update_bytes
 from titanforge.parallelisms import expert_modules, tensor_rank_weights
 
 
@@ -62,7 +65,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         )
         lines += plan_report(plan, model).splitlines()
         # Per weight of the model: none for those that are consumed where they are made.
-        gradient_bytes *= sum(line.numel for line in plan if not line.plan.fused) / total
+        gradient_bytes = held_for_gradients(plan, config, micro_batches) / total
     compute_bytes = (
         DTYPES[training.mixed_precision_param].itemsize if training.dtype == "float32" else weight_bytes
     )
@@ -81,6 +84,9 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
             n_layers=args.n_layers,
             hidden_dim=args.ffn_dim // tp,
             kv_dim=args.n_kv_heads * args.head_dim // tp,
+            q_dim=args.n_heads * args.head_dim // tp,
+            qk_norm=config.model.name == "qwen3",
+            routed=getattr(args, "n_experts_per_token", 0),
             vocab_size=-(-args.vocab_size // tp),
             compute_bytes=compute_bytes,
             mode=config.activation_checkpoint.mode,
@@ -91,6 +97,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         dp_shard=dims.degree("dp_shard_cp"),
         layer_params=largest_unit(model, tp, dims.ep),
         compute_bytes=compute_bytes,
+        update=update_bytes(optimizer_groups),
     )
     lines += ["memory per rank, estimated", *(f"  {line}" for line in estimate.lines())]
     if device_type == "cuda":
@@ -98,6 +105,24 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         verdict = "fits" if estimate.total < 0.92 * capacity else "is unlikely to fit"
         lines.append(f"  {verdict} in the {capacity / GIB:.1f} GiB of this GPU")
     return "\n".join(lines)
+
+
+def held_for_gradients(plan: Sequence[PlanLine], config: JobConfig, micro_batches: int) -> float:
+    """Bytes of gradients that are stored, of sums over micro-batches and of operands kept for them; and of
+    the largest gradient that is formed whole for its layer alone."""
+    training = config.training
+    tokens = training.local_batch_size * training.seq_len
+    held, formed = 0.0, 0
+    for line in plan:
+        if not line.plan.fused:
+            held += line.numel * DTYPES[training.dtype].itemsize
+        elif line.plan.join == "buffer":
+            held += line.numel * 4
+        elif line.plan.join == "stash":
+            held += min(micro_batches * tokens * sum(line.shape[-2:]) * 2, line.numel * 4)
+        if line.plan.granule is Granule.LAYER:
+            formed = max(formed, line.numel * 4)
+    return held + formed
 
 
 def largest_unit(model: nn.Module, tp: int = 1, ep: int = 1) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from titanforge.captured import CapturedStep, CudaGraph
 from titanforge.config.sections import Optimizer as OptimizerConfig
 from titanforge.forge import Steps, build_forge_optimizer
 from titanforge.models.initialization import initialize_weights
@@ -33,6 +34,11 @@ UPDATES = ("torch-fused", "torch-foreach", "native", "forge", "forge-int8")
 
 class Update(Protocol):
     """The optimizer half of a step."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its device side waits for nothing (any more)."""
+        ...
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -93,6 +99,7 @@ class TorchAdamW:
     ) -> None:
         self.parameters = list(model.parameters())
         self.max_norm = max_norm
+        self.capturable = capturable
         on_gpu = self.parameters[0].is_cuda
         # A tensor learning rate lives on the device, so that a captured step can be given another one.
         rate: float | Tensor = torch.tensor(lr, device=self.parameters[0].device) if capturable else lr
@@ -138,11 +145,15 @@ class Native:
         self.optimizer: Any = build_optimizer(model, config, training_dtype="bfloat16")
         self.optimizer.set_lr(1.0)
 
+    @property
+    def capturable(self) -> bool:
+        return self.optimizer.capturable
+
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
     def prepare(self) -> None:
-        self.optimizer.prepare_step()
+        self.optimizer.begin_captured_step(1)
 
     def before_backward(self, loss: Tensor) -> None:
         pass
@@ -169,11 +180,15 @@ class Forge:
         )
         self.optimizer.set_lr(1.0)
 
+    @property
+    def capturable(self) -> bool:
+        return self.optimizer.capturable
+
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
     def prepare(self) -> None:
-        self.optimizer.begin_step(1)
+        self.optimizer.begin_captured_step(1)
 
     def before_backward(self, loss: Tensor) -> None:
         self.optimizer.before_backward(0, torch.isfinite(loss))
@@ -231,42 +246,27 @@ class TrainStep:
 
 
 class GraphedStep:
-    """The whole step as one CUDA graph: the host launches once, whatever the number of kernels.
+    """The whole step as one CUDA graph, as the trainer captures it (`compile.cuda_graph`).
 
     Weights and states are updated in place, so they are the graph's static memory; tokens and labels are
-    copied into static buffers before each replay. Gradients live only inside the graph: they are allocated
-    during capture from its pool, where the room of activations already freed is theirs, as in an eager step.
+    copied into static buffers before each replay. The first calls run as they are.
     """
 
-    def __init__(self, step: TrainStep, tokens: Tensor, labels: Tensor, *, warmup: int = 3) -> None:
+    def __init__(self, step: TrainStep, tokens: Tensor, labels: Tensor) -> None:
         self.update = step.update
         self.tokens, self.labels = tokens.clone(), labels.clone()
-        # Warm-up and capture share a stream: autograd remembers the stream on which it first accumulated a
-        # weight's gradient, and a capture must not depend on work of another one.
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.first_loss = step(self.tokens, self.labels).clone()
-            for _ in range(warmup - 1):
-                step(self.tokens, self.labels)
-        torch.cuda.current_stream().wait_stream(side)
-        step.update.zero_grad()
-        step.update.prepare()
-        # The warm-up's blocks are in the ordinary pool; the graph's pool needs the same room again.
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        self.graph = torch.cuda.CUDAGraph()
-        # Relaxed: an update may allocate pinned memory for its tables while it is captured.
-        with torch.cuda.graph(self.graph, stream=side, capture_error_mode="relaxed"):
-            self.loss = step.launch(self.tokens, self.labels)
-            step.update.zero_grad()
+        self.step = CapturedStep(
+            lambda: step.launch(self.tokens, self.labels),
+            CudaGraph(tokens.device),
+            ready=lambda: step.update.capturable,
+            before_capture=step.update.zero_grad,
+        )
 
     def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
         self.update.prepare()
         self.tokens.copy_(tokens)
         self.labels.copy_(labels)
-        self.graph.replay()
-        return self.loss
+        return self.step()
 
 
 def timed_parts(

@@ -87,7 +87,6 @@ def run_method(args: argparse.Namespace) -> dict[str, Any]:
     step: Any = plain
     if graphed and on_gpu:
         step = GraphedStep(plain, *pool[0])
-        losses.append(step.first_loss)
     number = 0
 
     def once() -> None:
@@ -118,16 +117,15 @@ def run_method(args: argparse.Namespace) -> dict[str, Any]:
         losses=[
             mean_losses[0],
             *mean_losses[1:-1],
-            _last_of_first_batch(mean_losses, graphed and on_gpu, len(pool)),
+            _last_of_first_batch(mean_losses, len(pool)),
         ],
         extra=extra,
     )
 
 
-def _last_of_first_batch(losses: list[float], has_capture_loss: bool, pool_size: int) -> float:
+def _last_of_first_batch(losses: list[float], pool_size: int) -> float:
     """The newest loss on the batch that the first loss was taken on (batches rotate)."""
-    rotated = losses[1:] if has_capture_loss else losses
-    return rotated[(len(rotated) - 1) // pool_size * pool_size]
+    return losses[(len(losses) - 1) // pool_size * pool_size]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -131,9 +131,7 @@ def test_method_that_does_not_train_is_not_called_trained(losses: list[float]) -
 
 def test_losses_are_compared_on_one_batch() -> None:
     # Pool of 3, batches 0 1 2 0 1: the newest loss on batch 0 is the fourth.
-    assert step._last_of_first_batch([9, 8, 7, 6, 5], False, 3) == 6
-    # A captured step has one loss on batch 0 from before the rotation.
-    assert step._last_of_first_batch([10, 9, 8, 7, 6, 5], True, 3) == 6
+    assert step._last_of_first_batch([9, 8, 7, 6, 5], 3) == 6
 
 
 def test_methods_are_not_forwarded_to_a_cell() -> None:

@@ -24,6 +24,10 @@ SIZED_FOR = {
     "qwen3_32b": (16, 80),
     "qwen3_30b_a3b": (8, 141),
     "qwen3_235b_a22b": (64, 141),
+    "qwen3_32b_forge": (1, 141),
+    "qwen3_32b_forge_fp8": (1, 141),
+    "qwen3_32b_forge_muon": (1, 141),
+    "qwen3_30b_a3b_forge_muon": (1, 141),
     "gpt2_124m": (1, 24),
     "gpt2_124m_muon": (1, 24),
     "gpt2_124m_rmnp": (1, 24),
@@ -51,9 +55,11 @@ def test_dry_run_fits_the_gpus_that_the_file_names(stem):
     report = dry_run_report(config, ranks, "cpu")
     (total,) = re.findall(r"total per rank\s+([\d.]+) GiB", report)
     assert float(total) < 0.92 * gib
+    head = re.sub(r"\s*\n# ", " ", path.read_text())
+    told = re.search(r"#   estimated +([\d.]+)", path.read_text())
+    assert told is None or float(told[1]) == pytest.approx(float(total), abs=0.06)
     if gib > 2:
         words = {1: "one", 8: "eight", 16: "sixteen", 64: "sixty-four"}
-        head = re.sub(r"\s*\n# ", " ", path.read_text())
         assert re.search(rf"Sized for {words[ranks]} {gib} GiB GPU", head)
 
 

@@ -17,10 +17,13 @@ class MemoryEstimate:
     gradients: int
     gathered: int
     activations: int
+    update: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.states + self.gradients + self.gathered + self.activations
+        """The update comes after the backward pass, which has used up the activations by then."""
+        held = self.weights + self.states + self.gradients + self.gathered
+        return held + max(self.activations, self.update)
 
     def lines(self) -> list[str]:
         """A table, one pool a line, for printing."""
@@ -30,9 +33,14 @@ class MemoryEstimate:
             "gradients": self.gradients,
             "gathered weights": self.gathered,
             "activations": self.activations,
+            "update, after them": self.update,
             "total per rank": self.total,
         }
-        return [f"{name:<17}{size / GIB:>10.3f} GiB" for name, size in pools.items()]
+        return [
+            f"{name:<19}{size / GIB:>8.3f} GiB"
+            for name, size in pools.items()
+            if size or "update" not in name
+        ]
 
 
 def activation_bytes(
@@ -45,18 +53,23 @@ def activation_bytes(
     kv_dim: int,
     vocab_size: int,
     compute_bytes: int,
+    q_dim: int | None = None,
+    qk_norm: bool = False,
+    routed: int = 0,
     mode: Literal["none", "selective", "full"] = "selective",
     selective_option: str = "op",
     loss_chunk_tokens: int | None = None,
 ) -> int:
     """Activations alive at the deepest point of one micro-batch, for a Llama-like block.
 
-    With N = batch·seq_len tokens, D = ``dim``, K = ``kv_dim`` (kv heads × head dim), H = ``hidden_dim``,
-    what autograd keeps of one block, in elements per token:
+    With N = batch·seq_len tokens, D = ``dim``, Q = ``q_dim`` (query heads × head dim; None: D), K =
+    ``kv_dim`` (kv heads × head dim), H = ``hidden_dim``, R = ``routed`` (experts of a token; H is then all of
+    theirs), what autograd keeps of one block, in elements per token:
 
-    - everything (mode none): 7D + 3K + 4H: input, two norm outputs, q before and after RoPE, attention
-      output, the residual between; k before and after, v; gate, up, silu(gate) and their product.
-    - ``op``: 5D + 2K + 2H: the input and the outputs of the seven matrix products and of attention.
+    - everything (mode none): 4D + 3Q + 3K + 4H + 2RD: input, two norm outputs, the residual between; q before
+      and after RoPE, attention output; k before and after, v; gate, up, silu(gate) and their product; a row
+      sent to each expert and one returned. ``qk_norm``: q and k once more, Q + K.
+    - ``op``: 3D + 2Q + 2K + 2H + RD: the input and the outputs of the seven matrix products and of attention.
     - full: D, the input; and one block whole while it is recomputed.
     - an integer n: every n-th block as in full, the others whole.
 
@@ -65,13 +78,15 @@ def activation_bytes(
     (None: all of them). Kernels' workspaces and fragmentation are not in it: expect 10–30 % on top.
     """
     tokens = batch * seq_len
-    whole = 7 * dim + 3 * kv_dim + 4 * hidden_dim
+    q_dim = dim if q_dim is None else q_dim
+    whole = (4 + 2 * routed) * dim + (3 + qk_norm) * (q_dim + kv_dim) + 4 * hidden_dim
     if mode == "none":
         per_token = n_layers * whole
     elif mode == "full":
         per_token = n_layers * dim + whole
     elif selective_option == "op":
-        per_token = n_layers * (5 * dim + 2 * kv_dim + 2 * hidden_dim) + whole
+        kept = (3 + routed) * dim + 2 * (q_dim + kv_dim) + 2 * hidden_dim
+        per_token = n_layers * kept + whole
     else:
         recomputed = n_layers // int(selective_option)
         per_token = recomputed * dim + (n_layers - recomputed) * whole + (whole if recomputed else 0)
@@ -91,6 +106,7 @@ def estimate_memory(
     dp_shard: int = 1,
     layer_params: int = 0,
     compute_bytes: int = 2,
+    update: int = 0,
 ) -> MemoryEstimate:
     """Per-rank estimate by pool, to about a third: enough to see that a layout cannot fit.
 
@@ -104,6 +120,7 @@ def estimate_memory(
         layer_params: weights of the largest FSDP unit. While one unit is computed the next is already
             gathered, and a gathered unit's gradient waits for its reduction: three such buffers.
         compute_bytes: bytes of a gathered weight.
+        update: bytes that the optimizer needs beside weights and states.
 
     Raises:
         ValueError: ``dp_shard`` < 1.
@@ -118,4 +135,5 @@ def estimate_memory(
         gradients=round(shard * gradient_bytes),
         gathered=3 * layer_params * compute_bytes if dp_shard > 1 else 0,
         activations=activations,
+        update=update,
     )

@@ -6,7 +6,7 @@ DTensors, and every update runs on their local tensors.
 
 from __future__ import annotations
 
-from titanforge.optim.build import build_groups, build_optimizer, shard_dims, state_bytes
+from titanforge.optim.build import build_groups, build_optimizer, shard_dims, state_bytes, update_bytes
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.exchanges import exchange_lines
 from titanforge.optim.links import DataLinks
@@ -28,4 +28,5 @@ __all__ = [
     "lr_factor",
     "shard_dims",
     "state_bytes",
+    "update_bytes",
 ]

@@ -10,6 +10,7 @@ from torch import nn
 from titanforge.optim.baseline import TorchOptimizer
 from titanforge.optim.dobb.hooks import install_hooks
 from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.local_update import BATCH_BYTES
 from titanforge.optim.matrix_options import DionOptions, DobbOptions, MatrixOptions, MuonOptions
 from titanforge.optim.param_groups import (
     ParamGroupSpec,
@@ -221,3 +222,24 @@ def state_bytes(groups: Sequence[ParamGroupSpec], options: OptimizerOptions) -> 
             if options.master_weights == "float32" and param.element_size() < 4:
                 total += param.numel() * 4
     return round(total)
+
+
+def update_bytes(groups: Sequence[ParamGroupSpec]) -> int:
+    """Bytes that U of the rules of matrices takes beside weights and states on a GPU, at its peak; 0 for
+    others.
+
+    Muon, Scion: two bfloat16 copies of the largest stack that goes together, and two of its Gram matrices.
+    Others: about eight fp32 copies of the largest weight.
+    """
+    peak = 0
+    for group in groups:
+        if not group.rule.matrix_only:
+            continue
+        for name, param in zip(group.names, group.params):
+            rows, columns = param.shape[-2] // group.parts.get(name, 1), param.shape[-1]
+            alike = sum(other.shape == param.shape for other in group.params) if param.dim() == 2 else 1
+            together = param.numel() * max(1, min(alike, BATCH_BYTES // (4 * param.numel())))
+            gram = together // max(rows, columns) * min(rows, columns)
+            own = 4 * (together + gram) if group.rule.name in ("muon", "scion") else 8 * 4 * param.numel()
+            peak = max(peak, own)
+    return peak

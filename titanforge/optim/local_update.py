@@ -22,7 +22,7 @@ from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
 # many elements stay in cache. Smaller ones lose more to the dispatch of each operation (measured).
 _CHUNK = 1 << 17
 # Largest stack of same-shape matrices updated in one batch, per stacked tensor.
-_BATCH_BYTES = 256 * 2**20
+BATCH_BYTES = 256 * 2**20
 
 
 @runtime_checkable
@@ -235,7 +235,7 @@ def _batches(items: Sequence[LocalWeight]) -> Iterator[list[LocalWeight]]:
             # A stack of vectors would read as a matrix, and experts are a batch already.
             yield [item]
     for group in by_shape.values():
-        size = max(1, _BATCH_BYTES // (4 * group[0].weight.numel()))
+        size = max(1, BATCH_BYTES // (4 * group[0].weight.numel()))
         for start in range(0, len(group), size):
             yield group[start : start + size]
 

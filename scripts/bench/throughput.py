@@ -109,7 +109,7 @@ def run_ours(args: argparse.Namespace) -> dict[str, Any]:
     pool = token_pool(model.args.vocab_size, args.batch, args.seq_len, device=args.device)
     plain = TrainStep(model, update)
     step: Any = GraphedStep(plain, *pool[0]) if graphed else plain
-    first_loss = step.first_loss if graphed else plain(*pool[0])
+    first_loss = step(*pool[0]).clone()
     number = 0
 
     def once() -> None:

@@ -141,7 +141,7 @@ def test_stochastic_rounding_keeps_what_nearest_loses() -> None:
     ("name", "state_dtype", "master", "message"),
     [
         ("LARS", "int8", "none", r"state_dtype = 'int8' is for rules whose.*not for lars"),
-        ("Muon", "float32", "stochastic_rounding", r"\"stochastic_rounding\" is for elementwise.*muon"),
+        ("RMNP", "float32", "stochastic_rounding", r"\"stochastic_rounding\" is for elementwise.*rmnp"),
         ("AdaLomo", "float32", "stochastic_rounding", r"\"stochastic_rounding\" is for elementwise"),
         ("AdamW", "int9", "none", r"optimizer\.state_dtype = 'int9' is unknown"),
         ("AdamW", "int8", "float64", r"optimizer\.master_weights = 'float64' is unknown"),

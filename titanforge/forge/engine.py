@@ -260,7 +260,8 @@ class ForgeOptimizer(RuleOptimizer):
             if entry.name in self._sinks and self._plans[entry.name].deferred
         ]
         for row in range(len(family.groups)):
-            update_state_global(family.rule, [item for item in deferred if item.hyper_row == row], hyper[row])
+            members = [item for item in deferred if item.hyper_row == row]
+            update_state_global(family.rule, members, hyper[row], self._rng, self._nonfinite)
 
     def _check_bypass(self) -> None:
         for entry, _ in self._entries_with_family():

@@ -319,7 +319,7 @@ class RuleOptimizer:
         for row in range(len(family.groups)):
             members = [item for item in items if item.hyper_row == row]
             if isinstance(rule, StateGlobalRule):
-                update_state_global(rule, members, hyper[row])
+                update_state_global(rule, members, hyper[row], self._rng, self._nonfinite)
             else:
                 update_layers(rule, members, hyper[row])
 

@@ -33,12 +33,22 @@ def takes(batch: Sequence[LocalWeight]) -> bool:
 
 def looked_at(batch: Sequence[LocalWeight], h: Tensor, nesterov: bool) -> Tensor:
     """bf16 [len(batch), *shape]: the momenta, or with Nesterov h[3] G + h[4] M."""
-    shape, device = batch[0].weight.shape, batch[0].weight.device
-    stack = torch.empty(len(batch), *shape, dtype=torch.bfloat16, device=device)
-    if nesterov:
-        for row, item in zip(stack, batch):
-            row.copy_(item.gradient_or_zeros() * h[3] + h[4] * decode(item.states[0]))
-        return stack
+    if not nesterov:
+        return stacked(batch)
+    stack = _new_stack(batch)
+    for row, item in zip(stack, batch):
+        row.copy_(item.gradient_or_zeros() * h[3] + h[4] * decode(item.states[0]))
+    return stack
+
+
+def _new_stack(batch: Sequence[LocalWeight]) -> Tensor:
+    weight = batch[0].weight
+    return torch.empty(len(batch), *weight.shape, dtype=torch.bfloat16, device=weight.device)
+
+
+def stacked(batch: Sequence[LocalWeight]) -> Tensor:
+    """bf16 [len(batch), *shape]: the momenta."""
+    stack = _new_stack(batch)
     plain = [
         item.states[0].values if item.states[0].codec.kind == "plain" else decode(item.states[0])
         for item in batch

@@ -161,9 +161,21 @@ def update_weight_alone(rule: UpdateRule, item: LocalWeight, h: Tensor) -> None:
     item.weight.copy_(rule.weight_update(item.weight.float(), state, h))
 
 
-def update_state_global(rule: StateGlobalRule, items: Sequence[LocalWeight], h: Tensor) -> None:
-    """U of a regime-2 rule, after A has run; same-shape matrices together."""
+def update_state_global(
+    rule: StateGlobalRule,
+    items: Sequence[LocalWeight],
+    h: Tensor,
+    rng: Tensor | None = None,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """U of a regime-2 rule, after A has run; same-shape matrices together.
+
+    rng, nonfinite: as for `update_elementwise`; for weights that are rounded at random.
+    """
     for batch in _batches(items):
+        if batch[0].codec is not None:
+            move_at_random(batch, *rule.step_to_round(batch), h, rng, nonfinite)
+            continue
         if runs_triton(batch[0].weight) and rule.update_in_place(batch, h):
             continue  # copies too
         weights = [split_rows(item.weight, item.parts) for item in batch]
@@ -195,6 +207,32 @@ def update_state_global(rule: StateGlobalRule, items: Sequence[LocalWeight], h: 
         for targets, new in zip(auxiliary, new_auxiliary):
             _unstack_into(targets, new)
         write_copies(batch)
+
+
+def move_at_random(
+    items: Sequence[LocalWeight],
+    directions: Tensor,
+    scale: float,
+    h: Tensor,
+    rng: Tensor | None,
+    nonfinite: Tensor | None,
+) -> None:
+    """w <- w - lr (s O + wd w), rounded at random: the update of plain gradient descent along O.
+
+    directions: O, of the weights one after the other. scale: s. h: of the rule that made O.
+    """
+    step = h[:4].clone()
+    step[3] = scale
+    flat_update(
+        "sgd",
+        [_stored_weight(item) for item in items],
+        list(directions.view(len(items), *items[0].weight.shape).unbind(0)),
+        [()] * len(items),
+        step,
+        rng=rng,
+        tensor_ids=[item.tensor_id for item in items],
+        nonfinite=nonfinite,
+    )
 
 
 def split_rows(tensor: Tensor, parts: int) -> Tensor:

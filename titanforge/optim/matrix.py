@@ -17,7 +17,7 @@ from titanforge.optim.compiled import update_weight_in_place
 from titanforge.optim.elementwise import bias_corrections, moment_hyperparameters, slots_of
 from titanforge.optim.local_update import LocalWeight, write_copies
 from titanforge.optim.matrix_options import MatrixOptions
-from titanforge.optim.newton_schulz import newton_schulz
+from titanforge.optim.newton_schulz import newton_schulz, orthogonalized_
 from titanforge.optim.rule import State, StateGlobalRule, select
 
 
@@ -149,6 +149,17 @@ class OrthogonalRule(MatrixRule):
     def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
         muon = self.options.muon
         return newton_schulz(m, muon.steps, coefficients=muon.coefficients), m, ()
+
+    @property
+    def rounds_at_random(self) -> bool:
+        return not self.u_reads_gradient
+
+    def step_to_round(self, batch: Sequence[LocalWeight]) -> tuple[Tensor, float]:
+        muon, (rows, columns) = self.options.muon, batch[0].weight.shape[-2:]
+        rows //= batch[0].parts
+        stack = in_place.stacked(batch).view(-1, rows, columns)
+        updates = orthogonalized_(stack, muon.steps, muon.coefficients).contiguous()
+        return updates, self.scale(rows, columns)
 
     def update_in_place(self, batch: Sequence[LocalWeight], h: Tensor) -> bool:
         muon, shape, parts = self.options.muon, batch[0].weight.shape, batch[0].parts

@@ -240,6 +240,15 @@ class StateGlobalRule(LocalStateRule):
         """
         return self.weight_update(w, state, h, g), state, auxiliary
 
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether weights may be stored with stochastic rounding: `step_to_round` is there."""
+        return False
+
+    def step_to_round(self, batch: Sequence[LocalWeight]) -> tuple[Tensor, float]:
+        """(O of weights of one shape, one after the other, contiguous; s): U is w <- w - lr (s O + wd w)."""
+        raise NotImplementedError(f"{self.name} rounds to nearest")
+
     def update_in_place(self, batch: Sequence[LocalWeight], h: Tensor) -> bool:
         """U of weights of one shape through kernels of the rule's own, on a GPU.
 

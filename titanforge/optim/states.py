@@ -25,7 +25,7 @@ from titanforge.kernels.codecs import (
     meta_shape,
     state_codec,
 )
-from titanforge.optim.rule import AuxiliarySlot, LocalStateRule, StateSlot, UpdateRule
+from titanforge.optim.rule import AuxiliarySlot, LocalStateRule, StateGlobalRule, StateSlot, UpdateRule
 
 MASTER_SLOT = "master"
 """fp32 copy of a bfloat16 weight."""
@@ -119,10 +119,15 @@ class Recipe:
         """Storage of the weight where it is not simply its dtype: None."""
         if not self.stochastic or param.dtype != torch.bfloat16:
             return None
-        if rule.regime > 1:
+        if rule.u_gathers and is_sharded(param):
             raise ValueError(
-                'optimizer.master_weights = "stochastic_rounding" is for elementwise rules, not for '
-                f'{rule.name}: use "float32"'
+                f'optimizer.master_weights = "stochastic_rounding": {rule.name} sends the updates of sharded '
+                'weights: use "float32"'
+            )
+        if rule.regime > 1 and not (isinstance(rule, StateGlobalRule) and rule.rounds_at_random):
+            raise ValueError(
+                'optimizer.master_weights = "stochastic_rounding" is for elementwise rules, and for Muon and '
+                f'Scion without Nesterov, not for {rule.name}: use "float32"'
             )
         return CODECS["bf16_sr"]
 

@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 
 from titanforge.kernels._triton import LAUNCH_OPTIONS
 from titanforge.kernels.apply_update import apply_update_kernel
+from titanforge.kernels.block_basis import rebuild_update_kernel, sign_coefficients_kernel
 from titanforge.kernels.cholesky_qr import PRECISION, CholeskyConfig
 from titanforge.kernels.cholesky_qr_kernel import (
     advance_kernel,
@@ -211,6 +212,14 @@ def matrix_jobs() -> list[tuple[str, Any, Specialisation]]:
     types = {"table_ptr": "*i64", "update_ptr": "*bf16", "h_ptr": "*fp32", "scale": "fp32", "numel": "i32"}
     own = {"W_TYPE": tl.float32, "COPY_TYPE": tl.bfloat16, "COPY": True, "ALIGNED": True, "CHUNK": 4096}
     listed.append(("apply_update/bf16_master", apply_update_kernel, (types, own, {"num_warps": 8})))
+    types |= {"sign_ptr": "*bf16", **dict.fromkeys(("m", "n", "w"), "i32")}
+    own |= {"ROWS": 128, "COLUMNS": 128, "BLOCK_K": 64, "TO_FP32": False}
+    for name, split in (("bf16", False), ("fp32", True)):
+        own |= {"M_TYPE": tl.float32 if split else tl.bfloat16, "M_SPLIT": split}
+        source = (types, dict(own), {"num_warps": 8, "num_stages": 3})
+        listed.append((f"block_basis/sign/{name}", sign_coefficients_kernel, source))
+    listed.append(("block_basis/rebuild", rebuild_update_kernel, (types, own, {"num_warps": 8, "num_stages":
+    3})))  # fmt: skip
     return listed
 
 

@@ -20,6 +20,7 @@ def check_all() -> None:
     import torch
 
     from titanforge.kernels.apply_update import apply_updates, reference_apply_updates
+    from titanforge.kernels.block_basis import reference_sign_updates, sign_updates
     from titanforge.kernels.newton_schulz import newton_schulz_iterations, reference_iterations
     from titanforge.kernels.symmetric import symmetric_product
     from titanforge.kernels.symmetric_config import choose_symmetric
@@ -60,6 +61,20 @@ def check_all() -> None:
         assert all(torch.equal(a, b) for a, b in zip(masters, expected[0]))
         for copy, wanted in zip(copies, expected[1]):
             torch.testing.assert_close(copy, wanted, rtol=2**-7, atol=0)
+        # Two weights of 40 x 40 in blocks of 20, their tiles ragged; signs of clear products only.
+        drawn = [torch.randn(2, 20, 20, generator=generator) for _ in range(2)]
+        bases = [torch.linalg.qr(x).Q.bfloat16().contiguous() for x in drawn]
+        momenta = [torch.randn(40, 40, generator=generator) for _ in range(2)]
+        for dtype in (torch.float32, torch.bfloat16):
+            mine = [torch.randn(40, 40, generator=generator) for _ in range(2)]
+            theirs = [w.clone() for w in mine]
+            stored = [m.to(dtype) for m in momenta]
+            none = [None, None]
+            sign_updates(stored, bases, mine, none, hyper, 0.3)
+            reference_sign_updates(stored, bases, theirs, none, hyper, 0.3)
+            for a, b in zip(mine, theirs):
+                rows = ((a - b).abs() > 1e-5).any(dim=1)
+                assert rows.sum() <= (dtype == torch.float32)  # a sign may turn
         if not applies:
             assert all(torch.equal(a, b) for a, b in zip(masters + copies, before[0] + before[1]))
 

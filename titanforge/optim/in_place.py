@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from titanforge.kernels.apply_update import apply_updates
+from titanforge.kernels.block_basis import sign_updates
 from titanforge.kernels.codecs import decode
 from titanforge.optim.local_update import LocalWeight
 from titanforge.optim.newton_schulz import orthogonalized_
@@ -73,4 +74,27 @@ def orthogonal_update(
     parts, (rows, columns) = batch[0].parts, batch[0].weight.shape[-2:]
     updates = orthogonalized_(stack.view(-1, rows // parts, columns), steps, coefficients)
     apply_updates([item.weight for item in batch], [item.copy for item in batch], updates, h, scale)
+    return True
+
+
+def block_sign_update(batch: Sequence[LocalWeight], h: Tensor, basis_slot: int, scale: float) -> bool:
+    """W <- (1 - lr wd) W - lr scale sign(M U) U^T over blocks of the input axis.
+
+    False, and nothing done, where the tensors are not plain matrices with bf16 bases.
+    """
+    momenta = [item.states[0].values for item in batch]
+    bases = [item.auxiliary[basis_slot] for item in batch]
+    plain = all(
+        item.weight.dim() == 2
+        and item.states[0].codec.kind == "plain"
+        and momentum.dtype == momenta[0].dtype
+        and momentum.is_contiguous()
+        and basis.dtype == torch.bfloat16
+        and basis.is_contiguous()
+        and basis.shape[-3] * basis.shape[-1] == basis.numel() // basis.shape[-1]
+        for item, momentum, basis in zip(batch, momenta, bases)
+    )
+    if not plain or not takes(batch):
+        return False
+    sign_updates(momenta, bases, [item.weight for item in batch], [item.copy for item in batch], h, scale)
     return True

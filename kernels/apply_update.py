@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titanforge.kernels._triton import LAUNCH_OPTIONS, cdiv, jit, tl
+from titanforge.kernels._triton import LAUNCH_OPTIONS, cdiv, jit, runs_triton, tl
 from titanforge.kernels.pointers import address_table, element_type
 
 _CHUNK = 4096
@@ -50,6 +50,9 @@ def apply_updates(
     weights: contiguous, of one shape and dtype. copies: of the same shape and one dtype, take the weights
     rounded to nearest; or None. updates: contiguous [len(weights), *shape].
     """
+    if not runs_triton(updates):
+        reference_apply_updates(weights, copies, updates, hyper, scale)
+        return
     numel, copied = weights[0].numel(), copies[0] is not None
     copy_type = copies[0].dtype if copies[0] is not None else weights[0].dtype
     tensors = [*weights, *(copy for copy in copies if copy is not None)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, jit, tl
+from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, jit, runs_triton, tl
 from titanforge.kernels.pointers import address_table, element_type
 
 
@@ -121,6 +121,9 @@ def sign_updates(
     momenta: contiguous [m, n], fp32, bf16 or fp16. bases: contiguous bf16 [..., B, w, w], B w = n. weights,
     copies: as `apply_updates` takes them. scale: s / sqrt(m) of the rule.
     """
+    if not runs_triton(weights[0]):
+        reference_sign_updates(momenta, bases, weights, copies, hyper, scale)
+        return
     (m, n), w = weights[0].shape, bases[0].shape[-1]
     device, copied = weights[0].device, copies[0] is not None
     copy_type = copies[0].dtype if copies[0] is not None else weights[0].dtype

@@ -43,10 +43,8 @@ def candidates() -> list[SymmetricConfig]:
     return [
         SymmetricConfig(128, 64, 8, 4),
         SymmetricConfig(128, 64, 4, 4),
-        SymmetricConfig(128, 64, 8, 3),
         SymmetricConfig(128, 128, 8, 3),
         SymmetricConfig(128, 32, 4, 4),
-        SymmetricConfig(64, 64, 4, 4),
     ]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from titanforge.config.sections import JobConfig, Optimizer
 from titanforge.layout import check_model
 from titanforge.optim import build_optimizer
+from titanforge.optim.dobb.capture import DobbCapture
 from titanforge.optim.dobb.reference import DobbReference
 from titanforge.optim.dobb.refresh import eigenbases, refresh_bases
 from titanforge.optim.engine import RuleOptimizer
@@ -363,3 +364,28 @@ def test_a_distributed_checkpoint_within_a_period_goes_on_bit_exact(tmp_path) ->
     train(again, resumed, T + 1, 3 * T)
     for a, b in zip(model.parameters(), again.parameters()):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("capture", ["first", "all"])
+def test_a_refresh_during_backward_has_the_same_bits(capture: str) -> None:
+    ends, early = [], []
+    for overlap in (True, False):
+        model = net()
+        chosen = options(capture=capture, overlap_refresh=overlap)
+        optimizer = build_optimizer(model, chosen, "float32")
+        train(model, optimizer, 0, 2 * T + 1, micro_batches=2)
+        ends.append((model.state_dict(), optimizer.state_dict()["state"]))
+        assert isinstance(optimizer, RuleOptimizer) and optimizer.capture is not None
+        # What had been refreshed when the optimizer call began: nothing at the cold start.
+        optimizer.capture.steps.fill_(T)
+        optimizer.capture.loaded()
+        optimizer.begin_step(2)
+        for index in range(2):
+            model(micro_batch(50, index)).sum().backward()
+            optimizer.before_backward(index)
+        assert isinstance(optimizer.capture, DobbCapture)
+        early.append(bool(optimizer.capture._prepared))
+    assert early == [True, False]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][0].values(), ends[1][0].values()))
+    for name, slots in ends[0][1].items():
+        assert all(torch.equal(tensor, ends[1][1][name][slot]) for slot, tensor in slots.items()), name

@@ -181,6 +181,9 @@ class DobbOptions:
     """How second moments are stored between refreshes."""
     basis_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """How bases are stored."""
+    overlap_refresh: bool = True
+    """Refresh bases during backward, on a stream of its own, once inputs are captured; false: in the
+    optimizer call. The same bits either way. Side G and exact eigendecompositions wait for the call."""
 
 
 @dataclass

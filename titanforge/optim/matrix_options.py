@@ -33,9 +33,9 @@ class DobbOptions:
     side: A or G. norm: linf or l2. blocks: B; block_width: n / B instead, where not 0. period: T. decay:
     beta_C. qr: householder or cholesky. iterations: k; 0: an exact eigendecomposition at every refresh.
     shift: eps of the cold start and of Householder. relative_shift: omega of Cholesky. statistics_dtype,
-    basis_dtype: float32 or bfloat16. capture: first or all micro-batches of a refresh step. source: of the
-    second moments: activations (or output gradients, by side), or gradient: the Gram matrices of the weight's
-    gradient (appendix F.3), which enter at every step.
+    basis_dtype: float32 or bfloat16. capture: first or all micro-batches of a refresh step. overlap_refresh:
+    refresh beside backward. source: of the second moments: activations (or output gradients, by side), or
+    gradient: the Gram matrices of the weight's gradient (appendix F.3), which enter at every step.
     """
 
     side: str = "A"
@@ -51,6 +51,7 @@ class DobbOptions:
     statistics_dtype: str = "float32"
     basis_dtype: str = "bfloat16"
     capture: str = "first"
+    overlap_refresh: bool = True
     source: str = "activation"
 
 

@@ -15,8 +15,9 @@ from titanforge.optim.dobb.refresh import eigenbases, refresh_bases
 from titanforge.optim.dobb.rule import Dobb
 from titanforge.optim.links import DataLinks
 
-_BATCH_BYTES = 256 * 2**20
-"""Largest stack of blocks refreshed at once, fp32."""
+_BATCH_BYTES = 512 * 2**20
+"""Largest stack of blocks refreshed at once, fp32. Few blocks would leave a GPU idle: the steps of a
+factorisation follow one another."""
 
 
 @dataclass
@@ -155,6 +156,10 @@ class DobbCapture(BasisKeeper):
     before weights are updated. Steps t = 0, T, 2T, ... capture; in all others, and outside training, hooks do
     nothing. What was captured is reduced behind the backward that follows (side A) or from within it (G).
 
+    A refresh reads no gradient: with `overlap_refresh` and side A it follows the reductions at once, on a
+    stream of its own and beside backward, and `refresh` is left to write the states. The bits are the same.
+    Cold blocks, whose eigendecomposition the host waits for, and side G stay in `refresh`.
+
     on_reduction: called right after each reduction was launched, before and during backward, for whoever
     wants to refresh earlier: `prepare` on a stream of its own, which must be done (for the current stream) by
     the time `refresh` runs.
@@ -170,6 +175,7 @@ class DobbCapture(BasisKeeper):
         self._reductions: list[Reduction] = []
         self._prepared: list[Fresh] = []
         self._last: Reduction
+        self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def begin_step(self, num_micro_batches: int) -> None:
         super().begin_step(num_micro_batches)
@@ -197,11 +203,31 @@ class DobbCapture(BasisKeeper):
             weight.reader.open(None, None)
         if self.options.side == "A" or micro_batch_index >= self._captured_micro_batches:
             self._launch(len(self._buckets))
+            if self._overlaps():
+                self._prepare_beside()
             return
         self._missing = [{weight.name for weight in bucket} for bucket in self._buckets]
         for index, bucket in enumerate(self._buckets):
             for weight in bucket:
                 weight.reader.when_gradient_seen(_Tick(self, index, weight.name))
+
+    def _overlaps(self) -> bool:
+        options = self.options
+        if not options.overlap_refresh or options.side != "A" or options.iterations == 0:
+            return False
+        if self._side is None and (self.links.reduce_scatter or self.links.all_reduce):
+            return False  # the caller would wait for the exchange before backward, not behind it
+        self._read_cold()
+        return not any(weight.cold for weight in self.weights)
+
+    def _prepare_beside(self) -> None:
+        if self._side is None:
+            self.prepare(self._reductions)
+            return
+        # What it reads comes from the current stream; what it allocates is read when `refresh` has waited.
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self.prepare(self._reductions)
 
     def gradient_seen(self, bucket: int, name: str) -> None:
         self._missing[bucket].discard(name)
@@ -253,6 +279,8 @@ class DobbCapture(BasisKeeper):
         if self.links.shards > 1:
             self.all_failed = self._last.beside().to(torch.int64)
         self.prepare(self._reductions)
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
         self._refreshing = False
         prepared, self._prepared = self._prepared, []
         self.commit(prepared, applies)

@@ -1,0 +1,230 @@
+"""Kernels of `scripts/bench/matrix.py`: right against float64; refresh and symmetric products timed."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanforge.kernels.block_basis import sign_updates
+from titanforge.kernels.cholesky_qr import cholesky_qr_refresh, config_for, reference_refresh
+from titanforge.kernels.newton_schulz import newton_schulz_iterations, reference_iterations
+from titanforge.kernels.symmetric import autotune_symmetric, symmetric_product
+from titanforge.kernels.timing import replay_time
+
+Left = Callable[[], float]
+OMEGA = 1e-2
+QUINTIC = (3.4445, -4.7750, 2.0315)
+# (model, count of blocks, their width): q, k, v, out and up read `dim`, down reads 4 `dim`.
+REFRESHES = {
+    "GPT-2 Small, B = 1": ((60, 768), (12, 3072)),
+    "GPT-2 XL, B = 16": ((3840, 100), (768, 400)),
+}
+
+
+def events(function: Callable[[], object], repeats: int, on_gpu: bool) -> float:
+    """Median milliseconds of eager calls, after one that is not timed."""
+    function()
+    if not on_gpu:
+        return float("nan")
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def measured(functions: Sequence[Callable[[], object]], on_gpu: bool) -> float:
+    if on_gpu:
+        return replay_time(functions)
+    functions[0]()
+    return float("nan")
+
+
+def blocks(count: int, width: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Second moments with spectra over four decades, fp32, and orthonormal bf16 bases."""
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = torch.randn(min(count, 8), width, width, device=device, generator=generator)
+    basis = torch.linalg.qr(drawn).Q.contiguous()
+    decay = torch.logspace(0, -4, width, device=device)
+    c = (basis * decay) @ basis.mT
+    other = torch.linalg.qr(drawn.mT + 0.1 * drawn).Q.to(torch.bfloat16).contiguous()
+    index = torch.arange(count, device=device) % len(drawn)
+    return c[index].contiguous(), other[index].contiguous()
+
+
+def correctness(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
+    device, rows = args.device, []
+    for count, width in ((2, 40), (2, 70)) if args.tiny else ((4, 100), (3, 400), (2, 768), (1, 3072)):
+        c, u = blocks(count, width, device)
+        c[0, 0, 0] = torch.nan if count > 1 else c[0, 0, 0]
+        fresh, failed = cholesky_qr_refresh(c, u, OMEGA)
+        plain, _ = reference_refresh(c, u, OMEGA)
+        good = [index for index in range(count) if count == 1 or index]
+        d = c[good].double()
+        largest = d.abs().sum(-1).amax(-1)[:, None, None]
+        exact, r = torch.linalg.qr((d / largest) @ u[good].double() + OMEGA * u[good].double())
+        exact = exact * torch.sign(r.diagonal(dim1=-2, dim2=-1))[:, None]
+        eye = torch.eye(width, device=device, dtype=torch.float64)
+        mine, theirs = fresh[good].double(), plain[good].double()
+        rounded = exact.to(torch.bfloat16).double()
+        rows.append(
+            {
+                "what": f"refresh {count} x {width}",
+                "error": float((mine - exact).abs().max()),
+                "torch cholesky": float((theirs - exact).abs().max()),
+                "exact, rounded": float((rounded - exact).abs().max()),
+                "|QtQ - I|": float((mine.mT @ mine - eye).abs().max()),
+                "exact, rounded |QtQ - I|": float((rounded.mT @ rounded - eye).abs().max()),
+                "as it should": bool(
+                    failed.tolist() == [count > 1 and index == 0 for index in range(count)]
+                    and (count == 1 or torch.equal(fresh[0], u[0]))
+                    and (mine - exact).abs().max() <= 4 * (rounded - exact).abs().max()
+                ),
+            }
+        )
+    for shape in ((2, 40, 64),) if args.tiny else ((4, 1600, 1600), (2, 1600, 6400), (2, 6400, 1600)):
+        x = torch.randn(shape, device=device)
+        x = (x / x.norm(dim=(1, 2), keepdim=True)).bfloat16()
+        exact = reference_iterations(x.double(), 5, QUINTIC)
+        mine, plain = (f(x.clone(), 5, QUINTIC) for f in (newton_schulz_iterations, reference_iterations))
+        errors = [float((y.double() - exact).norm() / exact.norm()) for y in (mine, plain)]
+        tall = shape[1] > shape[2]
+        gram = torch.empty(shape[0], min(shape[1:]), min(shape[1:]), dtype=x.dtype, device=device)
+        symmetric_product(x, gram, tall=tall, config=config_of_test(args))
+        rows.append(
+            {
+                "what": f"Newton-Schulz {shape}",
+                "error": errors[0],
+                "torch bf16": errors[1],
+                "as it should": errors[0] <= 1.2 * errors[1] and torch.equal(gram, gram.mT),
+            }
+        )
+    hyper = torch.tensor([1.0, 1e-2, 0.1], device=device)
+    for m, width, count in ((40, 16, 2),) if args.tiny else ((4800, 100, 16), (1600, 400, 16)):
+        _, basis = blocks(count, width, device)
+        for dtype in (torch.bfloat16, torch.float32):
+            momenta = [torch.randn(m, count * width, device=device).to(dtype) for _ in range(2)]
+            mine = [torch.randn(m, count * width, device=device) for _ in range(2)]
+            theirs = [w.double() for w in mine]
+            sign_updates(momenta, [basis, basis], mine, [None, None], hyper, 0.3)
+            for momentum, w in zip(momenta, theirs):
+                u = basis.double()
+                z = torch.sign(momentum.double().unflatten(-1, (count, width)).transpose(0, 1) @ u)
+                w.copy_(w - 1e-3 * w - 1e-2 * 0.3 * (z @ u.mT).transpose(0, 1).flatten(-2))
+            # A coefficient near zero may turn, which moves one row of one block.
+            off = torch.stack(
+                [((a.double() - b).abs() > 1e-4).any(1).float().mean() for a, b in zip(mine, theirs)]
+            )
+            rows.append(
+                {
+                    "what": f"sign update {m} x {count * width}, {count} blocks, {dtype}",
+                    "error": float(off.mean()),
+                    "as it should": bool(off.mean() < (0.02 if dtype == torch.bfloat16 else 0.2)),
+                }
+            )
+    if not all(row["as it should"] for row in rows):
+        wrong = [row["what"] for row in rows if not row["as it should"]]
+        print(f"NOT AS IT SHOULD BE: {wrong}", flush=True)
+    return rows
+
+
+def config_of_test(args: argparse.Namespace) -> Any:
+    from titanforge.kernels._triton import INTERPRET
+    from titanforge.kernels.symmetric_config import candidates
+
+    if args.device == "cuda":
+        return candidates()[0]
+    return replace(candidates()[0], block=16, block_k=32, stages=1) if INTERPRET else None
+
+
+def refresh(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
+    """A whole model's refresh by three routines. Householder, slow, takes some blocks, and is scaled up."""
+    on_gpu, rows = args.device == "cuda", []
+    shapes = {"toy": ((3, 20), (2, 70))} if args.tiny else REFRESHES
+    for name, groups in shapes.items():
+        row: dict[str, Any] = {"model": name, "blocks": " + ".join(f"{n} x {w}" for n, w in groups)}
+        totals = dict.fromkeys(("triton ms", "triton eager ms", "cholesky_ex ms", "linalg.qr ms"), 0.0)
+        tuned = 0.0
+        for count, width in groups:
+            c, u = blocks(count, width, args.device)
+            u2 = u.roll(1, 0).contiguous()
+            one = measured([lambda c=c, u=u: cholesky_qr_refresh(c, u, OMEGA),
+                            lambda c=c, u=u2: cholesky_qr_refresh(c, u, OMEGA)], on_gpu)  # fmt: skip
+            totals["triton ms"] += one
+            totals["triton eager ms"] += events(lambda c=c, u=u: cholesky_qr_refresh(c, u, OMEGA), 5, on_gpu)
+            best = one
+            base = config_for(width)
+            others = [
+                replace(base, rows=64, solve_warps=4),
+                replace(base, gram_warps=8),
+            ]
+            for other in others if on_gpu and left() > 110 else []:
+                try:
+                    took = measured([lambda c=c, u=u, o=other: cholesky_qr_refresh(c, u, OMEGA, o)], True)
+                except Exception as error:  # does not fit this card
+                    print(f"refresh {width}, {other}: {type(error).__name__}: {error}"[:300], flush=True)
+                    continue
+                print(f"refresh {count} x {width}, {other}: {took:.3f} ms (default {one:.3f})", flush=True)
+                best = min(best, took)
+            tuned += best
+            totals["cholesky_ex ms"] += events(
+                lambda c=c, u=u: reference_refresh(c, u, OMEGA), 2 if left() > 90 else 1, on_gpu
+            )
+            some = min(count, 6 if width > 1000 else 24)
+            q = (c[:some] @ u[:some].float()) / c[:some].abs().sum(-1).amax(-1)[:, None, None]
+            householder = events(lambda q=q: torch.linalg.qr(q), 1, on_gpu)
+            totals["linalg.qr ms"] += householder * count / some
+            del c, u, u2, q
+        rows.append(
+            {
+                **row,
+                **totals,
+                "best tiles ms": tuned,
+                "qr / triton": totals["linalg.qr ms"] / totals["triton ms"],
+                "cholesky_ex / triton": totals["cholesky_ex ms"] / totals["triton ms"],
+            }
+        )
+    return rows
+
+
+def symmetric(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
+    """X X^T and A A by half beside torch.bmm; the winners are written to symmetric.json for later runs."""
+    if args.device != "cuda":
+        return []
+    rows = []
+    shapes = (
+        (1600, 1600, 24), (1600, 6400, 6), (768, 768, 48), (768, 3072, 24), (4096, 4096, 4), (4096, 12288, 1),
+        (5120, 5120, 2), (5120, 25600, 1), (1024, 4096, 16),
+    )  # fmt: skip
+    device = torch.device("cuda", torch.cuda.current_device())
+    for m, k, count in shapes:
+        if left() < 8:
+            rows.append({"m": m, "k": k, "matrices": count, "best": "not run: out of time"})
+            continue
+
+        def measure(functions: Sequence[Callable[[], Any]]) -> float:
+            return replay_time(functions, budget_ms=25.0)
+
+        best, timed = autotune_symmetric(m, k, count, device, measure=measure)
+        name = "bmm" if best is None else f"{best.block}x{best.block_k} w{best.warps} s{best.stages}"
+        by_config = {config: ms for ms, config in timed}
+        triton = min((ms for ms, config in timed if config is not None), default=float("nan"))
+        rows.append(
+            {
+                "m": m, "k": k, "matrices": count, "torch.bmm ms": by_config.get(None), "triton ms": triton,
+                "ratio": triton / by_config[None] if None in by_config else None,
+                "bmm TFLOP/s": 2 * count * m * m * k / by_config[None] / 1e9 if None in by_config else None,
+                "best": name,
+            }
+        )  # fmt: skip
+    return rows

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanforge.parallelisms.ring_attention import RingAttention
 from titanforge.parallelisms.sequence import arguments
+from titanforge.parallelisms.traffic import Traffic, silent
 
 KEY = "parallelism.context_parallel_degree"
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
@@ -44,18 +45,23 @@ def sequence_pieces(degree: int, method: str) -> int:
     return 2 * degree if method == "ring" else degree
 
 
-def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: str) -> None:
+def apply_context_parallel(
+    model: nn.Module, mesh: DeviceMesh, method: str, traffic: Traffic = silent
+) -> None:
     """Have ``model`` called with whole sequences on every rank of the 1-D ``mesh``, and work on a share.
 
     With labels a call returns the sum of the losses of this rank's tokens; with ``logits_at`` the logits, on
     every rank. Whole sequences must be multiples of ``sequence_pieces``.
     """
-    group, shares = mesh.get_group(), Shares(mesh, balanced=method == "ring")
+    group, shares = mesh.get_group(), Shares(mesh, method == "ring", traffic)
     if method == "ring":
         model.build_mask = shares.documents  # pyright: ignore
     for block in model.get_submodule("layers").children():
         attention: Any = block.get_submodule("attention")
-        attention.attend = ring_attend(group) if method == "ring" else ulysses_attend(attention.attend, group)
+        if method == "ring":
+            attention.attend = ring_attend(group, traffic)
+        else:
+            attention.attend = ulysses_attend(attention.attend, group, traffic)
     model.register_forward_pre_hook(shares.take, prepend=True, with_kwargs=True)
     model.register_forward_hook(shares.give)
 
@@ -63,9 +69,9 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: str) -> N
 class Shares:
     """Which tokens of a sequence are this rank's: one run of them, or one from each end."""
 
-    def __init__(self, mesh: DeviceMesh, balanced: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, balanced: bool, traffic: Traffic = silent) -> None:
         self.group, self.ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self.balanced = balanced
+        self.balanced, self.traffic = balanced, traffic
         self._owner: int | None = None
 
     def chunks(self, rank: int) -> tuple[int, ...]:
@@ -104,22 +110,23 @@ class Shares:
         if self._owner is None:
             return None
         logits = output.detach().contiguous()
+        self.traffic("cp", "logits", logits.nbytes)
         dist.broadcast(logits, group=self.group, group_src=self._owner)
         return logits
 
 
-def ring_attend(group: dist.ProcessGroup) -> Attend:
+def ring_attend(group: dist.ProcessGroup, traffic: Traffic = silent) -> Attend:
     """Attention of this rank's queries to all keys; mask: ``Shares.documents``."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        output = RingAttention.apply(q, k, v, mask, group)
+        output = RingAttention.apply(q, k, v, mask, group, traffic)
         assert isinstance(output, torch.Tensor)
         return output
 
     return attend
 
 
-def ulysses_attend(whole: Attend, group: dist.ProcessGroup) -> Attend:
+def ulysses_attend(whole: Attend, group: dist.ProcessGroup, traffic: Traffic = silent) -> Attend:
     """``whole`` on all tokens and this rank's share of the heads; one all-to-all there, one back."""
     ranks = group.size()
 
@@ -127,12 +134,14 @@ def ulysses_attend(whole: Attend, group: dist.ProcessGroup) -> Attend:
         k_BKtE, v_BKtE = (spread_heads(x, q_BHtE.shape[1], ranks) for x in (k_BKtE, v_BKtE))
         by_rank = [x.unflatten(1, (ranks, -1)) for x in (q_BHtE, k_BKtE, v_BKtE)]
         sizes = [x.shape[2] for x in by_rank]
-        exchanged = _AllToAll.apply(torch.cat(by_rank, 2).transpose(0, 1), group)  # [c, B, heads, t, E]
+        exchanged = _AllToAll.apply(
+            torch.cat(by_rank, 2).transpose(0, 1), group, traffic
+        )  # [c, B, heads, t, E]
         assert isinstance(exchanged, torch.Tensor)
         q, k, v = exchanged.permute(1, 2, 0, 3, 4).flatten(2, 3).split(sizes, dim=1)
         out_BhTE = whole(q, k, v, mask)
         shares = out_BhTE.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4)
-        returned = _AllToAll.apply(shares, group)  # [c, B, heads of that rank, t, E]
+        returned = _AllToAll.apply(shares, group, traffic)  # [c, B, heads of that rank, t, E]
         assert isinstance(returned, torch.Tensor)
         return returned.transpose(0, 1).flatten(1, 2)
 
@@ -152,10 +161,11 @@ class _AllToAll(torch.autograd.Function):
     """Slice i of dim 0 goes to rank i; what comes from rank i is slice i. Its own inverse."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic) -> torch.Tensor:
+        ctx.group, ctx.traffic = group, traffic
         x = x.contiguous()
         received = torch.empty_like(x)
+        traffic("cp", "heads", x.nbytes)
         dist.all_to_all_single(received, x, group=group)
         return received
 
@@ -163,5 +173,6 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sent = grad_outputs[0].contiguous()
         received = torch.empty_like(sent)
+        ctx.traffic("cp", "heads", sent.nbytes)
         dist.all_to_all_single(received, sent, group=ctx.group)
-        return received, None
+        return received, None, None

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanforge.parallelisms.traffic import Traffic, silent
+
 QUERY_ROWS = 2048
 """Queries whose scores are held at once where they are formed."""
 
@@ -34,12 +36,13 @@ class RingAttention(torch.autograd.Function):
         v_BKtE: torch.Tensor,
         all_documents_cBt: torch.Tensor | None,
         group: dist.ProcessGroup,
+        traffic: Traffic = silent,
     ) -> torch.Tensor:
         rank, ranks = group.rank(), group.size()
         wide = torch.promote_types(q_BHtE.dtype, torch.float32)
         out = torch.zeros(q_BHtE.shape, dtype=wide, device=q_BHtE.device)
         lse = out.new_full(q_BHtE.shape[:3], float("-inf"))
-        ring = Ring(torch.stack((k_BKtE, v_BKtE)), group)
+        ring = Ring(torch.stack((k_BKtE, v_BKtE)), group, traffic)
         for step in range(ranks):
             if step < ranks - 1:
                 ring.start()
@@ -57,7 +60,7 @@ class RingAttention(torch.autograd.Function):
                 ring.finish()
         out = out.to(q_BHtE.dtype)
         ctx.save_for_backward(q_BHtE, k_BKtE, v_BKtE, out, lse, all_documents_cBt)
-        ctx.group = group
+        ctx.group, ctx.traffic = group, traffic
         return out
 
     @staticmethod
@@ -67,8 +70,9 @@ class RingAttention(torch.autograd.Function):
         grad_out = grad_outputs[0]
         delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        ring = Ring(torch.stack((k, v)), ctx.group)
-        gradients = Ring(torch.zeros(ring.held.shape, dtype=lse.dtype, device=q.device), ctx.group)
+        ring = Ring(torch.stack((k, v)), ctx.group, ctx.traffic)
+        zeros = torch.zeros(ring.held.shape, dtype=lse.dtype, device=q.device)
+        gradients = Ring(zeros, ctx.group, ctx.traffic)
         for step in range(ranks):
             if step < ranks - 1:
                 ring.start()
@@ -96,14 +100,14 @@ class RingAttention(torch.autograd.Function):
                 ring.finish()
         gradients.finish()
         grad_k, grad_v = gradients.held
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 
 
 class Ring:
     """A tensor that each rank hands to the next, while it may still be read."""
 
-    def __init__(self, held: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self.held = held
+    def __init__(self, held: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic = silent) -> None:
+        self.held, self._traffic = held, traffic
         ranks = dist.get_process_group_ranks(group)
         me = group.rank()
         self._group = group
@@ -114,6 +118,7 @@ class Ring:
     def start(self) -> None:
         """Send what is held, which must not be written until ``finish``."""
         self._coming = torch.empty_like(self.held)
+        self._traffic("cp", "keys and values", self.held.nbytes)
         self._work = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self.held, self._to, self._group),

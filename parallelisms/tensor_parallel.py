@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from titanforge.parallelisms.traffic import Traffic, silent
 from titanforge.parallelisms.vocabulary import VocabularySplit, split_embedding
 
 KEY = "parallelism.tensor_parallel_degree"
@@ -64,21 +65,25 @@ def check_tensor_parallel(
         )
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, traffic: Traffic = silent) -> None:
     """Split ``model`` over the 1-D ``mesh``; first of all that is done to it, on the meta device.
 
-    Its sequences must be whole multiples of the ranks (see ``sequence.split_sequences``). Afterwards, and
-    after the weights were given memory, call ``complete_gradients``.
+    Its sequences must be whole multiples of the ranks (see ``pad_sequences``). Afterwards, and after the
+    weights were given memory, call ``complete_gradients``. ``traffic`` is told of the collectives that are
+    issued here; DTensor's own, between blocks, are not in it.
     """
     embedding, head = getattr(model, "tok_embeddings", None), getattr(model, "output", None)
     tied = embedding is not None and head is not None and embedding.weight is head.weight
     for block in model.get_submodule("layers").children():
         styles = _BLOCK | (_EXPERTS if _has(block, "feed_forward.experts") else {})
         plan = {name: style() for name, style in styles.items() if _has(block, name)}
+        for style in plan.values():
+            if isinstance(style, FusedColumns):
+                style.traffic = traffic
         parallelize_module(block, mesh, plan)
     if embedding is not None:
         _distribute(embedding, mesh, Shard(0))
-        split_embedding(embedding, VocabularySplit(mesh, embedding.num_embeddings))
+        split_embedding(embedding, VocabularySplit(mesh, embedding.num_embeddings, traffic))
     if (positions := getattr(model, "pos_embeddings", None)) is not None:
         _distribute(positions, mesh, Replicate())
         _look_up_own_positions(positions, mesh)
@@ -91,7 +96,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             head.weight = embedding.weight
         else:
             _distribute(head, mesh, Shard(0))
-        head.vocabulary = VocabularySplit(mesh, head.out_features)
+        head.vocabulary = VocabularySplit(mesh, head.out_features, traffic)
 
 
 def tensor_rank_weights(model: nn.Module, degree: int) -> int:
@@ -146,18 +151,19 @@ class FusedColumns(ParallelStyle):
     """
 
     parts = 3
+    traffic: Traffic = staticmethod(silent)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, Shard(0))
-        group, exchange = device_mesh.get_group(), _RowExchange
+        group, exchange, traffic = device_mesh.get_group(), _RowExchange, self.traffic
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             weight, bias = module.weight, module.bias  # through the module: they may be cast on reading
             assert isinstance(weight, DTensor) and isinstance(x, DTensor)
-            rows = exchange.apply(weight.to_local(), group, self.parts)
+            rows = exchange.apply(weight.to_local(), group, self.parts, traffic)
             bias_rows = None
             if isinstance(bias, DTensor):
-                bias_rows = exchange.apply(bias.to_local(), group, self.parts)
+                bias_rows = exchange.apply(bias.to_local(), group, self.parts, traffic)
             return F.linear(x.to_local(grad_placements=[Partial()]), rows, bias_rows)
 
         module.forward = forward
@@ -168,21 +174,25 @@ class _RowExchange(torch.autograd.Function):
     """Rows [n R / ranks] of a matrix as dealt in order → those of this rank's part of each of n matrices."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, parts: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, parts: int, traffic: Traffic
+    ) -> torch.Tensor:
         plan = _exchange_plan(group.size(), group.rank(), rows.shape[0], parts, rows.device)
         ctx.receive, ctx.send, ctx.order = plan
-        ctx.group = group
+        ctx.group, ctx.traffic = group, traffic
         received = torch.empty_like(rows)
+        traffic("tp", "rows of fused weights", rows.nbytes)
         dist.all_to_all_single(received, rows[ctx.order], ctx.receive, ctx.send, group=group)
         return received
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         returned = torch.empty_like(grad_outputs[0])
+        ctx.traffic("tp", "rows of fused weights", returned.nbytes)
         dist.all_to_all_single(returned, grad_outputs[0].contiguous(), ctx.send, ctx.receive, group=ctx.group)
         gradient = torch.empty_like(returned)
         gradient[ctx.order] = returned
-        return gradient, None, None
+        return gradient, None, None, None
 
 
 @functools.cache

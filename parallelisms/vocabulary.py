@@ -6,7 +6,7 @@ token. Ranks hold rows as ``torch.chunk`` deals them, so any vocabulary of at le
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from titanforge.parallelisms.traffic import Traffic, silent
+
 
 @dataclass
 class VocabularySplit:
@@ -22,6 +24,7 @@ class VocabularySplit:
 
     mesh: DeviceMesh
     vocab_size: int
+    traffic: Traffic = field(default=silent, compare=False)
 
     def __post_init__(self) -> None:
         rows = -(-self.vocab_size // self.mesh.size())
@@ -73,6 +76,7 @@ class VocabularySplit:
     ) -> tuple[torch.Tensor, ...]:
         group = self.mesh.get_group()
         greatest_C1 = logits_CV.amax(dim=-1, keepdim=True).to(wide)
+        self.traffic("tp", "loss", greatest_C1.nbytes)
         dist.all_reduce(greatest_C1, dist.ReduceOp.MAX, group=group)
         shifted_CV = logits_CV.to(wide) - greatest_C1
         inside_C1 = (target_C1 >= self.start) & (target_C1 < self.end)
@@ -80,6 +84,7 @@ class VocabularySplit:
         target_logit_C1 = shifted_CV.gather(1, place_C1).masked_fill(~inside_C1, 0.0)
         exp_CV = shifted_CV.exp_()
         sums_C2 = torch.cat((exp_CV.sum(dim=-1, keepdim=True), target_logit_C1), dim=1)
+        self.traffic("tp", "loss", sums_C2.nbytes)
         dist.all_reduce(sums_C2, group=group)
         sum_C1, target_logit_C1 = sums_C2.split(1, dim=1)
         log_p_C1 = target_logit_C1 - sum_C1.log()

@@ -174,12 +174,12 @@ def parallelize(
     training, checkpointing = config.training, config.activation_checkpoint
     tensor_mesh = dims.get_optional_mesh("tp")
     if tensor_mesh is not None:
-        apply_tensor_parallel(model, tensor_mesh)
+        apply_tensor_parallel(model, tensor_mesh, traffic)
     pieces = dims.tp
     context_mesh = dims.get_optional_mesh("cp")
     if context_mesh is not None:
         method = config.parallelism.context_parallel_method
-        apply_context_parallel(model, context_mesh, method)
+        apply_context_parallel(model, context_mesh, method, traffic)
         pieces *= sequence_pieces(dims.cp, method)
     expert_mesh = dims.get_optional_mesh("ep")
     if expert_mesh is not None:

@@ -29,16 +29,32 @@ def _counted(model) -> dict[str, int]:
     return counts
 
 
+class Told(list):
+    """What a model's collectives were recorded as."""
+
+    def __call__(self, axis: str, purpose: str, size: int) -> None:
+        assert size > 0
+        self.append((axis, purpose))
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        return {each: self.count(each) for each in set(self)}
+
+
 def _tensor_counts(rank: int, world_size: int, kind: str) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     model = build(kind)
-    apply_tensor_parallel(model, mesh)
+    told = Told()
+    apply_tensor_parallel(model, mesh, told)
     fill(model)
     complete_gradients(model)
     if rank == 0:
         held = sum(parameter.to_local().numel() for parameter in model.parameters())
         assert held == tensor_rank_weights(build(kind), world_size)
-    return _counted(model)
+    counts = _counted(model)
+    exchanged = counts.get("alltoall_base_", 0)
+    wanted = {("tp", "loss"): 2} | ({("tp", "rows of fused weights"): exchanged} if exchanged else {})
+    assert told.counts() == wanted
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -62,7 +78,8 @@ def test_collectives_of_tensor_parallelism(kind, replicated, exchanged):
 def _context_counts(rank: int, world_size: int, method: str) -> tuple[dict[str, int], int]:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     model = build("llama3")
-    apply_context_parallel(model, mesh, method)
+    told = Told()
+    apply_context_parallel(model, mesh, method, told)
     fill(model)
     sent = []
 
@@ -74,6 +91,8 @@ def _context_counts(rank: int, world_size: int, method: str) -> tuple[dict[str, 
     share = 4 * 16 // world_size * 2 * 8 * 2  # tokens x key/value heads x E x (k, v)
     counts = _counted(model)
     assert all(sizes == [share, share] for sizes in sent), "one rank's keys and values at a time"
+    purpose, number = ("keys and values", len(sent)) if sent else ("heads", counts["alltoall_base_"])
+    assert told.counts() == {("cp", purpose): number}
     return counts, len(sent)
 
 

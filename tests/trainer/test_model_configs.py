@@ -16,6 +16,7 @@ from titanforge.trainer import Trainer
 # Job file → ranks and GiB of the GPUs that its first lines name.
 SIZED_FOR = {
     "debug_model_moe": (2, 2),
+    "debug_model_moe_ep": (2, 2),
     "qwen3_0.6b": (1, 80),
     "qwen3_1.7b": (1, 80),
     "qwen3_4b": (8, 80),
@@ -23,6 +24,7 @@ SIZED_FOR = {
     "qwen3_14b": (8, 80),
     "qwen3_32b": (16, 80),
     "qwen3_30b_a3b": (8, 141),
+    "qwen3_30b_a3b_ep": (8, 141),
     "qwen3_235b_a22b": (64, 141),
     "qwen3_32b_forge": (1, 141),
     "qwen3_32b_forge_fp8": (1, 141),

@@ -19,7 +19,7 @@ def grouped_linear(x_SD: torch.Tensor, weight_EFD: torch.Tensor, ends_E: torch.T
     bfloat16 on CUDA is one grouped matrix product without a host wait; anything else a loop over groups,
     which waits for ``ends_E``.
     """
-    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16:
+    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16 and x_SD.shape[0]:
         return F.grouped_mm(x_SD, weight_EFD.transpose(-2, -1), offs=ends_E)
     return _grouped_loop(x_SD, weight_EFD, ends_E)
 

@@ -62,6 +62,8 @@ def options(args: argparse.Namespace, name: str, **dobb: Any) -> Optimizer:
 def warm_bases(optimizer: Any) -> None:
     """Leave the cold start's eigendecompositions, minutes of them, out: the next refresh is a warm one."""
     if optimizer.capture is not None:
+        for weight in optimizer.capture.weights:  # zeros would count as never captured
+            weight.statistic.diagonal(dim1=-2, dim2=-1).fill_(1.0)
         optimizer.capture.steps.fill_(PERIOD)
         optimizer.capture.loaded()
 
@@ -205,6 +207,7 @@ def capture(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
     model = gpt2(args)
     optimizer: Any = build_optimizer(model, options(args, "Dobb", overlap_refresh=False), args.dtype)
     tokens = batch(args, args.tokens)
+    warm_bases(optimizer)
     times: dict[bool, list[float]] = {True: [], False: []}
     for repeat in range(2 if args.tiny else 8):
         if args.device == "cuda" and left() < 15:

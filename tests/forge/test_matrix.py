@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.forge.test_experts import experts
 from tests.forge.toy import fuse, largest_difference, llama, llama_loss, options_of, ordinary, train, weights
 from titanforge.config.sections import Optimizer
 from titanforge.forge import Granule
@@ -49,12 +51,41 @@ def test_fused_equals_unfused(name: str, dobb: dict, micro_batches: int) -> None
             torch.testing.assert_close(other.float(), tensor.float(), rtol=0, atol=2e-2, msg=f"{key} {slot}")
 
 
-def test_nesterov_dobb_waits_for_its_bases() -> None:
-    options = matrix_options("dobb")
-    options.nesterov = True
-    fused = fuse(llama(), options)
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (replace(matrix_options("dobb"), nesterov=True), "complete after backward"),
+        (matrix_options("dobb", source="gradient", norm="l2"), "follow from the whole gradient"),
+    ],
+)
+def test_dobb_that_reads_the_gradient_waits_for_it(options: Optimizer, why: str) -> None:
+    model, plain_model = llama(), llama()
+    fused = fuse(model, options)
     lines = [line for line in fused.plan if ".feed_forward." in line.name]
-    assert lines and all(not line.plan.fused and "after backward" in line.plan.why for line in lines)
+    assert lines and all(not line.plan.fused and why in line.plan.why for line in lines)
+    if options.dobb.source == "gradient":
+        plain = ordinary(plain_model, options)
+        train(model, fused, 0, 3)
+        train(plain_model, plain, 0, 3)
+        for key, slots in plain.state_dict()["state"].items():
+            for slot in slots.keys() & {"statistic"}:
+                other = fused.state_dict()["state"][key][slot]
+                torch.testing.assert_close(other, slots[slot], rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("side", ["A", "G"])
+def test_fused_experts_are_captured(side: str) -> None:
+    fused_model, plain_model = experts(), experts()
+    options = matrix_options("dobb", side=side)
+    fused, plain = fuse(fused_model, options), ordinary(plain_model, options)
+    train(fused_model, fused, 0, 1)
+    train(plain_model, plain, 0, 1)
+    stacks = [line for line in fused.plan if ".experts." in line.name]
+    assert stacks and all(line.plan.granule is Granule.STATE for line in stacks)
+    for line in stacks:
+        statistic = plain.state_dict()["state"][line.name]["statistic"]
+        assert bool(statistic.any())
+        torch.testing.assert_close(fused.state_dict()["state"][line.name]["statistic"], statistic)
 
 
 def test_fused_dobb_under_activation_checkpointing_and_compile() -> None:

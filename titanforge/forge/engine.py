@@ -219,14 +219,15 @@ class ForgeOptimizer(RuleOptimizer):
             assert norm is not None, "the plan joins no micro-batches in states if it needs their norm"
         self._finish_sinks()
         tables = self._table.tables()
+        applied = self._flag.clone()
+        flag = applied if apply_flag is None else applied * (apply_flag != 0).to(self._device)
+        scale = self._clip.factor() if grad_scale is None else grad_scale.to(self._device)
         if self.capture is not None:
-            self.capture.refresh(self._flag, self._clip.factor())
+            # What reads gradients belongs to ordinary weights, what reads activations to fused ones too.
+            self.capture.refresh(flag if self.capture.reads_gradients else self._flag, scale)
         for family, hyper in zip(self._families, tables):
             self._update_deferred(family, hyper)
-        applied = self._flag.clone()
         if len(self._sinks) < len(self._plans):
-            flag = applied if apply_flag is None else applied * (apply_flag != 0).to(self._device)
-            scale = self._clip.factor() if grad_scale is None else grad_scale.to(self._device)
             self._table.select(flag, scale)
             self._calibrate(tables, flag)
             for family, hyper in zip(self._families, tables):

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ class BasisKeeper(ABC):
     the device, factorisations of this rank so far that failed, whose blocks kept their basis. all_failed: of
     all ranks, as far as they have told: with shards up to the refresh before the last.
     """
+
+    reads_gradients: ClassVar[bool] = False
 
     def __init__(self, rule: Dobb, weights: Sequence[Captured]) -> None:
         self.rule = rule
@@ -70,11 +73,11 @@ class BasisKeeper(ABC):
         self._read_cold()
 
     @abstractmethod
-    def refresh(self, applies: Tensor, grad_scale: Tensor) -> None:
+    def refresh(self, applies: Tensor, grad_scale: Tensor | None) -> None:
         """Statistics and bases of this step into the states; after backward, before weights are updated.
 
         applies: scalar on the device; where 0, states keep their bits (the capture of that step is lost).
-        grad_scale: scalar on the device that multiplies gradients.
+        grad_scale: scalar on the device that multiplies gradients; None for 1.
         """
 
     # ------------------------------------------------------------ from statistics to bases
@@ -270,7 +273,7 @@ class DobbCapture(BasisKeeper):
         self._reductions = [one for one in self._reductions if one not in reductions]
 
     @torch.no_grad()
-    def refresh(self, applies: Tensor, grad_scale: Tensor) -> None:
+    def refresh(self, applies: Tensor, grad_scale: Tensor | None) -> None:
         if not self._refreshing:
             return
         for weight in self.weights:  # a step without before_backward

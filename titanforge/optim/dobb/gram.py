@@ -20,6 +20,8 @@ class GramKeeper(BasisKeeper):
     sent. A weight made of several matrices has statistics of each. A missing gradient counts as zero.
     """
 
+    reads_gradients = True
+
     def __init__(
         self, rule: Dobb, weights: Sequence[Captured], gradients_of: Sequence[tuple[nn.Parameter, int]]
     ) -> None:
@@ -30,7 +32,7 @@ class GramKeeper(BasisKeeper):
         self._gradients_of = list(gradients_of)
 
     @torch.no_grad()
-    def refresh(self, applies: Tensor, grad_scale: Tensor) -> None:
+    def refresh(self, applies: Tensor, grad_scale: Tensor | None) -> None:
         for weight, (param, matrices) in zip(self.weights, self._gradients_of):
             old = weight.statistic
             if old.numel() == 0:
@@ -38,7 +40,7 @@ class GramKeeper(BasisKeeper):
             new = self.options.decay * old.float()
             if param.grad is not None:
                 gram = self._blocks_of(local_tensor(param.grad), matrices, weight.width)
-                new = new + gram * grad_scale.square()
+                new = new + (gram if grad_scale is None else gram * grad_scale.square())
             sound = torch.isfinite(new).all(dim=(-2, -1), keepdim=True) & (applies != 0)
             old.copy_(torch.where(sound, new.to(old.dtype), old))
         if self._refreshing:

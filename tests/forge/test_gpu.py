@@ -4,11 +4,15 @@ allocator.
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from tests.forge.toy import (
     batch,
@@ -24,6 +28,7 @@ from tests.forge.toy import (
     train,
     weights,
 )
+from titanforge.models.layers import attention
 from titanforge.parallelisms import apply_activation_checkpoint, apply_compile
 
 pytestmark = [
@@ -31,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-# Wide enough for whole tiles beside ragged ones; no activation of the 32 tokens has a matrix' size.
+# Wide enough for whole tiles beside ragged ones.
 SIZES = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 680}
 
 
@@ -127,46 +132,93 @@ def test_a_captured_step_is_the_eager_step(compiled: bool) -> None:
     assert same(states(first), states(second))
 
 
+# Of 32 tokens no activation is as large as a gradient here, in fp32 either (2720 x 32 x 4 < 300 x 1024 x 2).
+WIDE: dict[str, Any] = {"dim": 1024, "n_heads": 8, "n_kv_heads": 8, "hidden_dim": 2720}
+
+
 @pytest.mark.parametrize("mode", ["eager", "compiled", "recomputed", "compiled and recomputed"])
-def test_the_allocator_has_no_gradient_on_record(mode: str) -> None:
-    model, plain = on_gpu(), on_gpu()
-    for each in (model, plain):
+def test_the_allocator_has_no_gradient_on_record(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing as large as a gradient is asked for during backward, and nothing of that size is kept from step
+    to step beside weights and states; while the ordinary engine, looked at alike, shows every gradient.
+    """
+
+    def build() -> Any:
+        model = on_gpu(**WIDE)
         if "recomputed" in mode:
-            apply_activation_checkpoint(each, "selective", "op")
+            apply_activation_checkpoint(model, "selective", "op")
         if "compiled" in mode:
-            apply_compile(each)
+            apply_compile(model)
+        return model
+
+    # The other forms of attention take fp32 sums of their own, padded to whole tiles.
+    monkeypatch.setattr(attention, "CUDA_BACKENDS", [SDPBackend.MATH])
     options = options_of("adamw", state_dtype="bfloat16")
-    matrices = {
-        -(-param.numel() * width // 512) * 512
-        for param in model.parameters()
-        if param.dim() > 1
-        for width in (2, 4)
-    }
-    fused = recorded(model, fuse(model, options, "bfloat16"))
-    control = recorded(plain, ordinary(plain, options, "bfloat16"))
-    assert [size for size in fused if size in matrices] == []
-    assert sum(size in matrices for size in control) >= 15
+    # The control goes first: it also makes the libraries take the workspaces that they keep.
+    plain = build()
+    control, _, _ = recorded(plain, ordinary(plain, options, "bfloat16"))
+    matrices = [param for param in plain.parameters() if param.dim() > 1]
+    gradients = Counter(rounded(param.numel() * 2) for param in matrices)
+    largest_activation, smallest_gradient = 32 * WIDE["hidden_dim"] * 4, min(gradients)
+    assert largest_activation < smallest_gradient
+    seen = Counter(control)
+    assert all(seen[size] >= count for size, count in gradients.items()), (gradients, seen)
+
+    gone = weakref.ref(plain.output.weight)
+    del plain, matrices
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None, "the control's memory would hide what is kept"
+    before = torch.cuda.memory_allocated()
+    model = build()
+    optimizer = fuse(model, options, "bfloat16")
+    assert all(line.plan.fused for line in optimizer.plan)
+    fused, moved, held = recorded(model, optimizer)
+    assert moved >= {name for name, param in model.named_parameters() if param.dim() > 1}, "none consumed"
+    assert max(fused) < smallest_gradient, f"of {smallest_gradient} bytes or more: {largest_of(fused)}"
+    own = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    own += sum(tensor.numel() * tensor.element_size() for tensor in states(optimizer).values())
+    assert held - before - own < smallest_gradient, f"{held - before} bytes kept, weights and states {own}"
 
 
-def recorded(model: Any, optimizer: Any) -> list[int]:
-    """Sizes of what the third step's backward allocates."""
+def recorded(model: Any, optimizer: Any) -> tuple[list[int], set[str], int]:
+    """Sizes of what the third step's backward allocates, the weights that changed in it, and the bytes that
+    are held once the step is over.
+    """
     train(model, optimizer, 0, 2)
     optimizer.zero_grad()
     optimizer.begin_step(1)
     loss = llama_loss(model, 2)
     optimizer.before_backward(0, torch.isfinite(loss.detach()))
+    old = {name: param.detach().cpu() for name, param in model.named_parameters()}
     torch.cuda.synchronize()
-    torch.cuda.memory._record_memory_history(max_entries=1_000_000, context="alloc")
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     try:
         loss.backward()
         torch.cuda.synchronize()
         snapshot: Any = torch.cuda.memory._snapshot()
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+    moved = {
+        name for name, param in model.named_parameters() if not torch.equal(param.detach().cpu(), old[name])
+    }
     optimizer.step()
+    optimizer.zero_grad()
+    del loss
+    gc.collect()
+    torch.cuda.synchronize()
     events = [event for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"]
     assert events
-    return [-(-event["size"] // 512) * 512 for event in events]
+    return [rounded(event["size"]) for event in events], moved, torch.cuda.memory_allocated()
+
+
+def rounded(size: int) -> int:
+    """As the allocator rounds."""
+    return -(-size // 512) * 512
+
+
+def largest_of(sizes: list[int]) -> list[tuple[int, int]]:
+    """(bytes, how often) of the largest few."""
+    return sorted(Counter(sizes).items(), reverse=True)[:5]
 
 
 def test_compiled_blocks_follow_the_eager_ones() -> None:

@@ -13,6 +13,8 @@ from titanforge.forge import Steps
 from titanforge.layout import DTYPES, longest_sequence, model_overrides
 from titanforge.models.huggingface import HuggingFaceForm, form_of
 from titanforge.models.registry import build_model
+from titanforge.parallelisms import ParallelDims
+from titanforge.parallelisms.mesh import AXES
 
 
 def batch_of_step(config: JobConfig, data_parallel: int) -> tuple[int, int]:
@@ -53,6 +55,11 @@ def probe_forward(model: Any, device: torch.device | str) -> torch.Tensor:
     """The loss of a few tokens (on meta: logits): shows the fused optimizer who reads which weight."""
     tokens = torch.zeros((1, 8), dtype=torch.int64, device=device)
     return model(tokens, None, None, tokens) if tokens.device.type != "meta" else model(tokens, logits_at=0)
+
+
+def mesh_sizes(dims: ParallelDims) -> dict[str, int]:
+    """Ranks along each axis, as the fused optimizer's plan takes them."""
+    return {axis: getattr(dims, axis) for axis in (*AXES, "ep")}
 
 
 def forge_steps(config: JobConfig, micro_batches: int) -> Steps:

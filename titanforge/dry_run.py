@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from titanforge.assembly import batch_of_step, build_meta_model, forge_steps, probe_forward
+from titanforge.assembly import batch_of_step, build_meta_model, forge_steps, mesh_sizes, probe_forward
 from titanforge.config import JobConfig
 from titanforge.data import build_tokenizer
-from titanforge.forge import Granule, plan_report, preview
+from titanforge.forge import Granule, Ranks, plan_report, preview
 from titanforge.forge.head import CHUNK_LOGITS as FUSED_CHUNK_LOGITS
 from titanforge.forge.report import PlanLine
 from titanforge.layout import DTYPES, axis_lines, build_dims, check_model
@@ -62,9 +62,10 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
             training.dtype,
             probe=lambda: probe_forward(model, "meta"),
             steps=forge_steps(config, micro_batches),
+            ranks=Ranks(mesh_sizes(dims), reduce=config.sync.reduce),
         )
         lines += plan_report(plan, model).splitlines()
-        # Per weight of the model: none for those that are consumed where they are made.
+        # Per weight of the model: none for those that are consumed where they are made, or as they arrive.
         gradient_bytes = held_for_gradients(plan, config, micro_batches) / total
     compute_bytes = (
         DTYPES[training.mixed_precision_param].itemsize if training.dtype == "float32" else weight_bytes
@@ -114,8 +115,10 @@ def held_for_gradients(plan: Sequence[PlanLine], config: JobConfig, micro_batche
     tokens = training.local_batch_size * training.seq_len
     held, formed = 0.0, 0
     for line in plan:
-        if not line.plan.fused:
+        if not line.plan.fused or (line.plan.by_hook and line.plan.join):
             held += line.numel * DTYPES[training.dtype].itemsize
+        elif line.plan.by_hook:
+            continue
         elif line.plan.join == "buffer":
             held += line.numel * 4
         elif line.plan.join == "stash":

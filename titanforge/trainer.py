@@ -22,6 +22,7 @@ from titanforge.assembly import (
     build_meta_model,
     forge_steps,
     huggingface_form,
+    mesh_sizes,
     probe_forward,
 )
 from titanforge.captured import CapturedStep, CudaGraph, StaticBatches
@@ -29,7 +30,7 @@ from titanforge.checkpoint import CheckpointError, CheckpointManager
 from titanforge.config import ConfigError, JobConfig, to_flat_dict, to_toml
 from titanforge.data import IGNORED, Batch, SourceSpec, build_tokenizer, build_train_loader, merge_states
 from titanforge.evaluation import Validator
-from titanforge.forge import build_forge_optimizer
+from titanforge.forge import Ranks, build_forge_optimizer
 from titanforge.garbage import GarbageCollector
 from titanforge.interruption import Interrupted, NonFiniteLoss, StopSignal
 from titanforge.kernels.forms import select_form
@@ -204,6 +205,12 @@ class Trainer:
             probe=lambda: probe_forward(self.model, self.device),
             steps=forge_steps(config, self.micro_batches),
             seed=self.seed,
+            ranks=Ranks(
+                mesh_sizes(self.dims),
+                sum_over_data=self._count_over_data,
+                sum_over=self._reduce_norm,
+                reduce=config.sync.reduce,
+            ),
         )
 
     def _build_captured(self) -> CapturedStep[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -405,6 +412,9 @@ class Trainer:
             self._save_between_steps(position)
             self._interrupt(signalled)
         return batches, totals[:replicas]
+
+    def _count_over_data(self, count: torch.Tensor) -> None:
+        self.ledger.all_reduce(count, self.dims.get_group("loss"), axis="loss", purpose="finite losses")
 
     def _reduce_norm(self, square: torch.Tensor, group: ProcessGroup) -> None:
         axes = ("tp", "ep", "dp_shard_mod_ep")

@@ -26,7 +26,7 @@ from scripts.exactness.runs import (
     tensors_apart,
 )
 from titanforge.config.sections import Optimizer
-from titanforge.forge import attach
+from titanforge.forge import Ranks, attach
 from titanforge.optim.build import build_groups, build_recipe
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.param_groups import ParamGroupSpec
@@ -221,7 +221,9 @@ def _twenty_steps(
 
     groups = build_groups(linear, options)
     recipe = build_recipe(options, str(dtype).removeprefix("torch."))
-    optimizer = attach(linear, groups, recipe, probe=loss, mesh={}) if fuse else RuleOptimizer(groups, recipe)
+    optimizer = (
+        attach(linear, groups, recipe, probe=loss, ranks=Ranks()) if fuse else RuleOptimizer(groups, recipe)
+    )
     for _ in range(20):
         optimizer.zero_grad()
         optimizer.begin_step(1)

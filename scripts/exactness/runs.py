@@ -17,13 +17,14 @@ from scripts.exactness.registry import World
 from titanforge.assembly import build_meta_model, probe_forward
 from titanforge.config import JobConfig
 from titanforge.config.sections import Optimizer
-from titanforge.forge import ParamPlan, Steps, attach
+from titanforge.forge import ParamPlan, Ranks, Steps, attach
 from titanforge.forge.plan import Granule, plan
 from titanforge.layout import build_dims, parallelize
 from titanforge.models.initialization import initialize_weights
 from titanforge.optim import build_optimizer
 from titanforge.optim.build import build_groups, build_recipe
 from titanforge.parallelisms import ParallelDims
+from titanforge.parallelisms.mesh import AXES
 from titanforge.sync import CommLedger, build_sync_policy
 
 STEPS = 5
@@ -83,30 +84,30 @@ def job(world: World, layout: Layout = ALONE, **changes: Any) -> JobConfig:
 
 
 VOCABULARY = 300
-Make = Callable[[nn.Module, JobConfig], Any]
+Make = Callable[[nn.Module, JobConfig, ParallelDims], Any]
 
 
-def ordinary(model: nn.Module, config: JobConfig) -> Any:
+def ordinary(model: nn.Module, config: JobConfig, dims: ParallelDims) -> Any:
     """The ordinary engine."""
     return build_optimizer(model, config.optimizer, config.training.dtype, seed=3)
 
 
-def fused(model: nn.Module, config: JobConfig) -> Any:
+def fused(model: nn.Module, config: JobConfig, dims: ParallelDims) -> Any:
     """Updates inside backward."""
-    return _attached(model, config)
+    return _attached(model, config, dims)
 
 
-def formed(model: nn.Module, config: JobConfig) -> Any:
+def formed(model: nn.Module, config: JobConfig, dims: ParallelDims) -> Any:
     """The same operands, but each gradient is formed from the same tiles and handed to the flat pass."""
 
     def always(rule: Any, placement: Any, mesh: Mapping[str, int], schedule: Any) -> ParamPlan:
         decided = plan(rule, placement, mesh, schedule)
         return ParamPlan(Granule.LAYER, "formed for comparison", deferred=decided.deferred)
 
-    return _attached(model, config, planner=always)
+    return _attached(model, config, dims, planner=always)
 
 
-def _attached(model: nn.Module, config: JobConfig, **more: Any) -> Any:
+def _attached(model: nn.Module, config: JobConfig, dims: ParallelDims, **more: Any) -> Any:
     device = next(model.parameters()).device
     optimizer = attach(
         model,
@@ -115,12 +116,23 @@ def _attached(model: nn.Module, config: JobConfig, **more: Any) -> Any:
         probe=lambda: probe_forward(model, device),
         steps=Steps(),
         seed=3,
-        mesh={},
+        ranks=_ranks(dims),
         **more,
     )
     if left := [line.name for line in optimizer.plan if not line.plan.fused]:
         raise RuntimeError(f"not fused, so nothing would be shown: {left}")
     return optimizer
+
+
+def _ranks(dims: ParallelDims) -> Ranks:
+    if dims.world_size == 1:
+        return Ranks()
+
+    def sum_over_data(tensor: Tensor) -> None:
+        if (group := dims.get_group("loss")) is not None:
+            dist.all_reduce(tensor, group=group)
+
+    return Ranks({axis: dims.degree(axis) for axis in AXES}, sum_over_data)
 
 
 class Run:
@@ -133,10 +145,9 @@ class Run:
         parallelize(self.model, config, self.dims, world.device)
         initialize_weights(self.model, 3)
         self.model.train()
-        self.optimizer = make(self.model, config)
+        self.optimizer = make(self.model, config, self.dims)
         self.ledger = CommLedger()
         alone = self.dims.world_size == 1
-        self.optimizer.connect(self._sum_over_data, lambda size: None)
         self.sync = build_sync_policy(config.sync)
         self.sync.attach(
             self.model,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from titanforge.forge.build import Steps, attach, build_forge_optimizer, preview
 from titanforge.forge.engine import ForgeOptimizer
+from titanforge.forge.hooked import Ranks
 from titanforge.forge.plan import Granule, ParamPlan, Placement, Schedule, plan
 from titanforge.forge.report import plan_report
 
@@ -16,6 +17,7 @@ __all__ = [
     "Granule",
     "ParamPlan",
     "Placement",
+    "Ranks",
     "Schedule",
     "Steps",
     "attach",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import nn
 
 from titanforge.forge.coverage import Covered, cover
 from titanforge.forge.engine import ForgeOptimizer
+from titanforge.forge.hooked import Ranks
 from titanforge.forge.plan import ParamPlan, Placement, Schedule, plan
 from titanforge.forge.probe import probe_readers
 from titanforge.forge.report import PlanLine
@@ -48,7 +48,7 @@ def attach(
     probe: Callable[[], Any],
     steps: Steps | None = None,
     seed: int = 0,
-    mesh: Mapping[str, int] | None = None,
+    ranks: Ranks | None = None,
     planner: Planner = plan,
 ) -> ForgeOptimizer:
     """Fuse the optimizer into a model's backward.
@@ -60,20 +60,21 @@ def attach(
     loss depends on. Called once; it leaves no
         trace in buffers or random states.
     seed: of stochastic rounding.
-    mesh: ranks along each axis that shares the model or its batch; empty for a model that this rank trains
-        alone among others; None: one rank.
-    Raises ValueError where several ranks share the model.
+    ranks: how ranks share the model; None: there is one.
+    Raises ValueError for several ranks that it was not told about, and for an axis that fusion lacks.
     """
-    ranks = prod(mesh.values()) if mesh is not None else dist.get_world_size() if dist.is_initialized() else 1
-    if ranks > 1:
-        raise ValueError(
-            f"forge.enable = true runs on one rank as yet, and {ranks} were started: start one, or set "
-            "forge.enable = false"
-        )
+    if ranks is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"{dist.get_world_size()} ranks, and forge.attach was not told how they share the model: "
+                "pass ranks = Ranks(mesh = …), or Ranks() for a model of this rank alone"
+            )
+        ranks = Ranks()
     steps, recipe = steps or Steps(), recipe or Recipe()
+    _check_axes(ranks)
     captured = install_hooks(model, groups)
-    covered = cover(model, probe_readers(model, probe))
-    plans = _plan_weights(groups, recipe, covered, steps, planner)
+    covered = cover(model, None if ranks.several else probe_readers(model, probe))
+    plans = _plan_weights(groups, recipe, covered, steps, planner, ranks)
     return ForgeOptimizer(
         model,
         groups,
@@ -84,7 +85,22 @@ def attach(
         max_norm=steps.max_norm,
         seed=seed,
         captured=captured,
+        ranks=ranks,
     )
+
+
+def _check_axes(ranks: Ranks) -> None:
+    for axis in ("pp", "ep"):
+        if ranks.mesh.get(axis, 1) > 1:
+            raise ValueError(
+                f"forge.enable = true does not run on the mesh axis {axis} as yet, which has "
+                f"{ranks.mesh[axis]} ranks: use dp_replicate, dp_shard, cp and tp, or forge.enable = false"
+            )
+    if ranks.reduce != "gradients" and ranks.mesh.get("dp_replicate", 1) > 1:
+        raise ValueError(
+            f'sync.reduce = "{ranks.reduce}" with forge.enable = true: fused replicas sum gradients, bucket '
+            'by bucket; set it to "gradients", or forge.enable = false'
+        )
 
 
 def build_forge_optimizer(
@@ -95,10 +111,11 @@ def build_forge_optimizer(
     probe: Callable[[], Any],
     steps: Steps,
     seed: int = 0,
+    ranks: Ranks | None = None,
 ) -> ForgeOptimizer:
     """`optim.build_optimizer`, fused. options: the `[optimizer]` section."""
     groups, recipe = build_groups(model, options), build_recipe(options, training_dtype)
-    return attach(model, groups, recipe, probe=probe, steps=steps, seed=seed)
+    return attach(model, groups, recipe, probe=probe, steps=steps, seed=seed, ranks=ranks)
 
 
 def preview(
@@ -108,11 +125,14 @@ def preview(
     *,
     probe: Callable[[], Any],
     steps: Steps,
+    ranks: Ranks | None = None,
 ) -> list[PlanLine]:
-    """The plan alone, for a model on any device, also on meta."""
+    """The plan alone, for a whole model on any device, also on meta."""
+    ranks = ranks or Ranks()
+    _check_axes(ranks)
     groups, recipe = build_groups(model, options), build_recipe(options, training_dtype)
-    covered = cover(model, probe_readers(model, probe))
-    plans = _plan_weights(groups, recipe, covered, steps, plan)
+    covered = cover(model, None if ranks.several else probe_readers(model, probe))
+    plans = _plan_weights(groups, recipe, covered, steps, plan, ranks)
     return [
         PlanLine(name, tuple(one.param.shape), one.param.dtype, plans[name]) for name, one in covered.items()
     ]
@@ -124,6 +144,7 @@ def _plan_weights(
     covered: Mapping[str, Covered],
     steps: Steps,
     planner: Planner,
+    ranks: Ranks,
 ) -> dict[str, ParamPlan]:
     plans = {}
     for group in groups:
@@ -137,6 +158,7 @@ def _plan_weights(
                 state_keeps_sums=all(codec.name == "fp32" or codec.stochastic for codec in codecs),
                 needs_norm=steps.max_norm > 0,
                 undo=steps.undo,
+                reduce="states" if ranks.reduce == "states" else "gradients",
             )
-            plans[name] = planner(rule, covered[name].placement, {}, schedule)
+            plans[name] = planner(rule, covered[name].placement, ranks.mesh, schedule)
     return plans

@@ -28,8 +28,11 @@ class Covered:
     placement: Placement
 
 
-def cover(model: nn.Module, readers: Readers) -> dict[str, Covered]:
-    """Every trainable parameter by name, wrapper names removed; a tied one once, by its first name."""
+def cover(model: nn.Module, readers: Readers | None) -> dict[str, Covered]:
+    """Every trainable parameter by name, wrapper names removed; a tied one once, by its first name.
+
+    readers: None where no probe was run, since nothing depends on who reads what.
+    """
     owners: dict[int, list[tuple[str, nn.Module, str]]] = defaultdict(list)
     for module_name, module in model.named_modules():
         for attribute, param in module._parameters.items():
@@ -42,8 +45,11 @@ def cover(model: nn.Module, readers: Readers) -> dict[str, Covered]:
             continue
         _, module, attribute = owners[id(param)][0]
         kind, excluded = _kind_of(module, attribute, param)
-        excluded = _shared(owners[id(param)]) or _reads(readers, module, param) or excluded
-        placement = Placement(kind, tuple(param.shape), excluded or _unsupported(param))
+        if readers is not None:
+            excluded = _shared(owners[id(param)]) or _reads(readers, module, param) or excluded
+        placement = Placement(
+            kind, tuple(param.shape), excluded or _unsupported(param), isinstance(param, DTensor)
+        )
         name = clean_name(raw_name)
         covered[name] = Covered(name, param, module, attribute, placement)
     return covered

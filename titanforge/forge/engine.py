@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from titanforge.forge.clip import LaggedClip
 from titanforge.forge.coverage import Covered
 from titanforge.forge.head import HeadSink
+from titanforge.forge.hooked import HookedSink, Ranks, total_square
 from titanforge.forge.modules import fuse_module, restore_module
 from titanforge.forge.ops import register_sink
 from titanforge.forge.plan import Kind, ParamPlan
@@ -27,7 +29,8 @@ from titanforge.optim.engine import Entry, Family, RuleOptimizer
 from titanforge.optim.local_update import LocalWeight, update_state_global
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
-from titanforge.optim.states import Recipe
+from titanforge.optim.sharded import update_sharded
+from titanforge.optim.states import Recipe, is_cut, local_tensor
 
 
 class ForgeOptimizer(RuleOptimizer):
@@ -50,9 +53,11 @@ class ForgeOptimizer(RuleOptimizer):
         max_norm: float = 0.0,
         seed: int = 0,
         captured: Mapping[str, Reader] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(groups, recipe, seed=seed, captured=captured)
         self._model = model
+        self._ranks = ranks or Ranks()
         self._plans = plans
         self._micro_batches = micro_batches
         self._clip = LaggedClip(max_norm, self._device)
@@ -63,6 +68,8 @@ class ForgeOptimizer(RuleOptimizer):
         self._finished = True
         self._hyper = [_hyper_of(table) for table in self._table.tables()]
         self._sinks: dict[str, Sink] = {}
+        self._by_param: dict[int, HookedSink] = {}
+        self._hooks: list[RemovableHandle] = []
         self._modules: list[nn.Module] = []
         self._fuse(covered)
 
@@ -79,11 +86,14 @@ class ForgeOptimizer(RuleOptimizer):
                 if not param_plan.fused:
                     continue
                 sink_class = HeadSink if owner.placement.kind == "head" else Sink
-                sink = sink_class(
+                sink = (HookedSink if param_plan.by_hook else sink_class)(
                     entry.name, family.rule, owner.placement, param_plan, entry.item, hyper, entry.hyper_row,
                     self._clock, getattr(owner.module, "padding_idx", None),
                 )  # fmt: skip
                 self._sinks[entry.name] = sink
+                if isinstance(sink, HookedSink):
+                    self._hook(sink, entry.param)
+                    continue
                 handles[id(owner.module)][owner.attribute] = register_sink(sink)
                 if isinstance(sink, HeadSink):
                     sink.compile_like(owner.module)
@@ -94,12 +104,36 @@ class ForgeOptimizer(RuleOptimizer):
                 fuse_module(owners[0].module, kinds, own)
                 self._modules.append(owners[0].module)
 
+    def _hook(self, sink: HookedSink, param: nn.Parameter) -> None:
+        sink.param = param
+        self._by_param[id(param)] = sink
+        # Between replicas the sync policy hands over what it has reduced: see `take_reduced`.
+        if "dp_replicate" not in sink.plan.reduce_axes:
+            self._hooks.append(param.register_post_accumulate_grad_hook(sink.arrived))
+
+    def take_reduced(self, param: Tensor, gradient: Tensor) -> bool:
+        """A gradient summed over replicas, of the weight's local shape; False if the weight's ordinary update
+        is to find it in `.grad`.
+        """
+        sink = self._by_param.get(id(param))
+        if sink is None:
+            return False
+        sink.reduced(gradient)
+        return True
+
+    def takes(self, param: Tensor) -> bool:
+        """Whether `take_reduced` will consume this weight's gradient."""
+        return id(param) in self._by_param
+
     def detach(self) -> None:
         """Give the model its ordinary forwards back; the optimizer then has its states and no more use."""
         for module in self._modules:
             restore_module(module)
+        for hook in self._hooks:
+            hook.remove()
         self._modules.clear()
         self._sinks.clear()
+        self._by_param.clear()
 
     @property
     def plan(self) -> list[PlanLine]:
@@ -156,6 +190,8 @@ class ForgeOptimizer(RuleOptimizer):
             self._finished = False
         if apply_flag is not None:
             self._flag.mul_((apply_flag != 0).to(self._device, torch.float32))
+        if clock.last:  # what ranks have summed is consumed on all of them or on none
+            self._flag.copy_(self._ranks.agree(self._flag))
         self._table.select(self._flag, self._clip.factor())
         for hyper, family in zip(self._hyper, self._families):
             _fill(hyper, family.rule)
@@ -179,19 +215,19 @@ class ForgeOptimizer(RuleOptimizer):
             if any(sink.plan.join == "state" for sink in self._sinks.values()):
                 return None
             self._finish_sinks()
-            parts = [part for sink in self._sinks.values() for part in sink.squared_norms]
-            squares = torch._foreach_norm(parts, 1) if parts else []  # pyright: ignore[reportPrivateImportUsage]
-            gradients = [
-                entry.param.grad
-                for entry, _ in self._entries_with_family()
-                if entry.name not in self._sinks and entry.param.grad is not None
-            ]
-            if gradients:
-                norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-                squares = [*squares, *(norm * norm for norm in norms)]
-            zero = torch.zeros((), device=self._device)
-            self._norm = torch.stack([zero, *squares]).sum().sqrt()
+            entries = [entry for entry, _ in self._entries_with_family()]
+            parts = [(entry.param, self._squares(entry)) for entry in entries]
+            self._norm = total_square(parts, self._ranks, self._device).sqrt()
         return self._norm
+
+    def _squares(self, entry: Entry) -> list[Tensor]:
+        """Sums of squares of what is here of a weight's gradient."""
+        if (sink := self._sinks.get(entry.name)) is not None:
+            return sink.squared_norms
+        if entry.param.grad is None:
+            return []
+        norm = torch.linalg.vector_norm(local_tensor(entry.param.grad), dtype=torch.float32)
+        return [norm * norm]
 
     @torch.no_grad()
     def step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
@@ -256,13 +292,21 @@ class ForgeOptimizer(RuleOptimizer):
         if not isinstance(family.rule, StateGlobalRule):
             return
         deferred = [
-            entry.item()
+            entry
             for entry in family.entries
             if entry.name in self._sinks and self._plans[entry.name].deferred
         ]
         for row in range(len(family.groups)):
-            members = [item for item in deferred if item.hyper_row == row]
-            update_state_global(family.rule, members, hyper[row], self._rng, self._nonfinite)
+            members = [entry for entry in deferred if entry.hyper_row == row]
+            gathers = {
+                entry.name
+                for entry in members
+                if family.rule.u_gathers and is_cut(entry.param, family.rule.u_dims)
+            }
+            gathered = [entry for entry in members if entry.name in gathers]
+            update_sharded(family.rule, gathered, hyper[row], self.links.record)
+            whole = [entry.item() for entry in members if entry.name not in gathers]
+            update_state_global(family.rule, whole, hyper[row], self._rng, self._nonfinite)
 
     def _check_bypass(self) -> None:
         for entry, _ in self._entries_with_family():

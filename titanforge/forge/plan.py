@@ -41,12 +41,15 @@ Kind = Literal["linear", "embedding", "head", "experts", "vector", "other"]
 class Placement:
     """What a weight is and where it lies.
 
-    excluded: why its gradient cannot be consumed where it is made; empty if it can.
+    excluded: why its gradient cannot be consumed where it is made; empty if it can. It matters to no unit
+        that is complete only after its gradient was summed over ranks: by then all of its readers are.
+    split: it is a DTensor, of which this rank holds a part or a copy: what reads it there is no plain module.
     """
 
     kind: Kind
     shape: tuple[int, ...]
     excluded: str = ""
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Schedule:
         stochastically.
     needs_norm: the norm of the whole gradient is needed (lagged clipping).
     undo: a step may be refused after some of its micro-batches, and must then leave the states as they were.
+    reduce: what replicas sum, `sync.reduce`.
     """
 
     micro_batches: int = 1
@@ -66,6 +70,7 @@ class Schedule:
     state_keeps_sums: bool = True
     needs_norm: bool = False
     undo: bool = False
+    reduce: Literal["gradients", "states"] = "gradients"
 
 
 Join = Literal["", "state", "stash", "buffer"]
@@ -91,15 +96,19 @@ class ParamPlan:
         """Whether the gradient is consumed during backward."""
         return self.granule is not Granule.MODEL
 
+    @property
+    def by_hook(self) -> bool:
+        """Whether it is consumed when autograd, or the reduction over ranks, hands it over."""
+        return self.granule in (Granule.SHARD, Granule.BUCKET)
+
 
 def plan(rule: UpdateRule, placement: Placement, mesh: Mapping[str, int], schedule: Schedule) -> ParamPlan:
     """The granule of one weight.
 
-    mesh: sizes of the mesh axes; those of size 1 may be left out. Axes that split the weight itself (tp, ep)
-    leave its gradient complete on the rank and change nothing.
+    mesh: sizes of the mesh axes; those of size 1 may be left out. FSDP shards over dp_shard x cp. tp and ep
+    split the weight itself, leave its gradient complete on the rank, and change nothing by themselves; a
+    pipeline hands a stage its micro-batches one by one.
     """
-    if placement.excluded:
-        return ParamPlan(Granule.MODEL, placement.excluded)
     if rule.regime == 4:
         return ParamPlan(Granule.MODEL, f"{rule.name} reads every gradient before any update")
     if rule.u_statistic_of_gradient:
@@ -107,24 +116,58 @@ def plan(rule: UpdateRule, placement: Placement, mesh: Mapping[str, int], schedu
     if rule.u_reads_capture and rule.u_reads_gradient:
         why = f"U of {rule.name} reads the gradient and bases that are complete after backward"
         return ParamPlan(Granule.MODEL, why)
-    folds = folds_into_state(rule)
-    replicated = tuple(axis for axis in ("dp_replicate", "cp") if mesh.get(axis, 1) > 1)
-    if mesh.get("dp_shard", 1) > 1:
-        return ParamPlan(
-            Granule.SHARD, "each rank owns a shard of the summed gradient", ("dp_shard", *replicated)
-        )
+    sharded = tuple(axis for axis in ("dp_shard", "cp") if mesh.get(axis, 1) > 1)
+    if placement.kind == "experts" and mesh.get("ep", 1) > 1:
+        sharded = _shared_by_experts(mesh)
+    replicated = ("dp_replicate",) if mesh.get("dp_replicate", 1) > 1 else ()
+    if sharded or placement.split:
+        return _shard(rule, schedule, sharded, replicated)
     if replicated:
-        if folds and placement.kind != "vector":
-            return ParamPlan(
-                Granule.STATE,
-                "A is affine: the state is reduced, not the gradient",
-                replicated,
-                deferred=True,
-            )
-        return ParamPlan(Granule.BUCKET, f"{rule.name} needs the gradient summed over replicas", replicated)
-    if schedule.micro_batches > 1:
-        return _joined(rule, placement, schedule, folds)
+        return _bucket(rule, placement, schedule, replicated)
+    if placement.excluded:
+        return ParamPlan(Granule.MODEL, placement.excluded)
+    if schedule.micro_batches > 1 or mesh.get("pp", 1) > 1:
+        return _joined(rule, placement, schedule, folds_into_state(rule))
     return _at_once(rule, placement)
+
+
+def _shared_by_experts(mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Axes over which experts are sharded: what expert parallelism leaves of dp_shard x cp x tp."""
+    ranks = mesh.get("dp_shard", 1) * mesh.get("cp", 1) * mesh.get("tp", 1)
+    return ("dp_shard",) if ranks > mesh["ep"] else ()
+
+
+def _shard(
+    rule: UpdateRule, schedule: Schedule, sharded: tuple[str, ...], replicated: tuple[str, ...]
+) -> ParamPlan:
+    """Each rank's part of the summed gradient, when it arrives."""
+    if rule.a_reads is Reach.LAYER or (rule.regime == 2 and not rule.matrix_only):
+        return ParamPlan(Granule.MODEL, f"{rule.name} reads whole layers, and a rank holds parts of them")
+    if rule.regime == 2 and rule.u_reads_gradient:
+        return ParamPlan(Granule.MODEL, f"U of {rule.name} gathers the gradient and the state after backward")
+    why = "each rank owns a shard of the summed gradient" if sharded else "this rank's part of a split weight"
+    return _summed(Granule.SHARD, why, rule, schedule, (*sharded, *replicated))
+
+
+def _bucket(
+    rule: UpdateRule, placement: Placement, schedule: Schedule, replicated: tuple[str, ...]
+) -> ParamPlan:
+    """Replicas: the state is reduced where A allows it and the run asks for it, else buckets of gradients."""
+    if schedule.reduce == "states" and folds_into_state(rule) and placement.kind != "vector":
+        why = "A is affine: the state is reduced, not the gradient"
+        join: Join = "state" if schedule.micro_batches > 1 else ""
+        return ParamPlan(Granule.STATE, why, replicated, join, deferred=True)
+    why = f"{rule.name} takes the gradient summed over replicas, a bucket at a time"
+    return _summed(Granule.BUCKET, why, rule, schedule, replicated)
+
+
+def _summed(
+    granule: Granule, why: str, rule: UpdateRule, schedule: Schedule, axes: tuple[str, ...]
+) -> ParamPlan:
+    join: Join = "buffer" if schedule.micro_batches > 1 else ""
+    if join:
+        why += f"; {schedule.micro_batches} micro-batches are summed first"
+    return ParamPlan(granule, why, axes, join, deferred=rule.regime == 2 and not rule.u_reads_gradient)
 
 
 def folds_into_state(rule: UpdateRule) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,23 @@ class _Bucket:
     buffer: Tensor | None = None
     work: Work | None = None
     events: list[torch.cuda.Event] = field(default_factory=list)
+    done: bool = False
 
     @property
     def launched(self) -> bool:
-        return self.buffer is not None
+        return self.buffer is not None or self.done
+
+
+class BackwardOptimizer(Protocol):
+    """An optimizer that consumes gradients as they are complete."""
+
+    def takes(self, param: Tensor) -> bool:
+        """Whether it consumes this weight's gradient."""
+        ...
+
+    def take_reduced(self, param: Tensor, gradient: Tensor) -> bool:
+        """Consume a summed gradient, fp32 and of the weight's local shape; False if it takes no such."""
+        ...
 
 
 class EveryStep(SyncPolicy):
@@ -51,6 +64,10 @@ class EveryStep(SyncPolicy):
     Works on local tensors: with FSDP2 the shard of each parameter is reduced over the replicas of that shard.
     A reduced gradient comes back in the dtype of the gradient it replaces, after an fp32 sum.
 
+    An optimizer that updates during backward takes the fp32 sum itself (`BackwardOptimizer`): a bucket's
+    gradients are dropped when it leaves, its sums when the next one leaves, so that a few buckets are all
+    there is of the gradient.
+
     bucket_mib: size of one reduction, in MiB of fp32.
     """
 
@@ -60,6 +77,7 @@ class EveryStep(SyncPolicy):
         self._bucket_elements = max(1, int(bucket_mib * 2**20 / 4))
         self._group: ProcessGroup | None = None
         self._ledger = CommLedger()
+        self._optimizer: BackwardOptimizer | None = None
         self._buckets: list[_Bucket] = []
         self._handles: list[RemovableHandle] = []
         self._names: dict[int, str] = {}
@@ -82,6 +100,7 @@ class EveryStep(SyncPolicy):
         if replicate_group is None or replicate_group.size() == 1:
             return
         self._group, self._ledger = replicate_group, ledger
+        self._optimizer = optimizer if hasattr(optimizer, "take_reduced") else None
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         self._names = {id(param): name for name, param in named}
         self._buckets = self._deal([param for _, param in reversed(named)])
@@ -144,6 +163,10 @@ class EveryStep(SyncPolicy):
                 sources.append(_local(param.grad))
         if targets:
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        if self._optimizer is not None:
+            for param in bucket.params:
+                if self._optimizer.takes(param):
+                    param.grad = None
         bucket.buffer = buffer
         # Empty shards are empty on every replica of them, so none waits for the others here.
         if total > 0:
@@ -151,6 +174,17 @@ class EveryStep(SyncPolicy):
                 buffer, self._group, axis=REPLICATE_AXIS, purpose=_PURPOSE, async_op=True
             )
         self._next_bucket += 1
+        if self._optimizer is not None and self._next_bucket > 1:
+            self._finish(self._buckets[self._next_bucket - 2])
+
+    def _finish(self, bucket: _Bucket) -> None:
+        """Wait for a bucket's sums and hand them over."""
+        if bucket.buffer is not None:
+            if bucket.work is not None:
+                bucket.work.wait()
+            self._write_back(bucket, bucket.buffer)
+            bucket.buffer = bucket.work = None
+            bucket.done = True
 
     @staticmethod
     def _pieces(buffer: Tensor, locals_: list[Tensor]) -> list[Tensor]:
@@ -166,6 +200,7 @@ class EveryStep(SyncPolicy):
             bucket.ready.clear()
             bucket.events.clear()
             bucket.buffer = bucket.work = None
+            bucket.done = False
 
     def before_backward(self, micro_batch_index: int) -> None:
         # Earlier micro-batches only accumulate: a gradient is complete on this replica after the last.
@@ -180,21 +215,20 @@ class EveryStep(SyncPolicy):
         while self._next_bucket < len(self._buckets):
             self._launch(self._buckets[self._next_bucket])
         for bucket in self._buckets:
-            assert bucket.buffer is not None
-            if bucket.work is not None:
-                bucket.work.wait()
-            self._write_back(bucket, bucket.buffer)
-            bucket.buffer = bucket.work = None
+            self._finish(bucket)
 
     def _write_back(self, bucket: _Bucket, buffer: Tensor) -> None:
         pieces = self._pieces(buffer, [_local(param.detach()) for param in bucket.params])
         targets, sources = [], []
         for param, piece in zip(bucket.params, pieces):
+            if self._optimizer is not None and self._optimizer.take_reduced(param, piece):
+                continue
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             targets.append(_local(param.grad))
             sources.append(piece)
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        if targets:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
         if buffer.is_cuda:
             # Allocated on the stream of whoever launched the bucket, read on this one.
             buffer.record_stream(torch.cuda.current_stream())
@@ -203,5 +237,5 @@ class EveryStep(SyncPolicy):
         for handle in self._handles:
             handle.remove()
         self._handles, self._buckets, self._names = [], [], {}
-        self._group = None
+        self._group = self._optimizer = None
         self._armed = False

@@ -19,11 +19,14 @@ from tests.forge.toy import (
     weights,
 )
 from titanforge.config import ConfigError, load_config, validate_config
-from titanforge.forge import ForgeOptimizer
+from titanforge.forge import ForgeOptimizer, Ranks, attach
 from titanforge.optim.baseline import TorchOptimizer
+from titanforge.optim.build import build_groups
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.registry import RULES
 from titanforge.parallelisms import clip_factor
+
+REPLICAS = ["--parallelism.data_parallel_replicate_degree=2"]
 
 
 def one_step(model: nn.Module, optimizer, number: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -159,13 +162,31 @@ def test_non_finite_gradient_of_a_finite_loss_is_not_applied_and_counted() -> No
     assert all(torch.isfinite(state).all() for state in states(optimizer).values())
 
 
-def test_more_than_one_rank_is_one_clear_error() -> None:
-    config = load_config(["--forge.enable", "--training.max_norm=0"])
-    validate_config(config, world_size=1, device_type="cpu")
-    with pytest.raises(
-        ConfigError, match=r"forge\.enable = true: runs on one rank as yet, and 4 were started"
-    ):
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--sync.policy=rmmc", *REPLICAS], r'sync\.policy = "rmmc": with forge\.enable = true replicas sum'),
+        (["--sync.reduce=states", *REPLICAS], r'sync\.reduce = "states": .* set it to "gradients"'),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_one_clear_error(words: list[str], told: str) -> None:
+    config = load_config(["--forge.enable", "--training.max_norm=0", *words])
+    with pytest.raises(ConfigError, match=told):
         validate_config(config, world_size=4, device_type="cpu")
+
+
+def test_several_ranks_may_share_a_fused_model() -> None:
+    for words in (REPLICAS, [], ["--parallelism.tensor_parallel_degree=2"]):
+        config = load_config(["--forge.enable", "--training.max_norm=0", *words])
+        validate_config(config, world_size=4, device_type="cpu")
+
+
+@pytest.mark.parametrize(("axis", "ranks"), [("pp", 2), ("ep", 4)])
+def test_axes_without_fusion_are_named(axis: str, ranks: int) -> None:
+    model = llama()
+    groups = build_groups(model, options_of())
+    with pytest.raises(ValueError, match=f"the mesh axis {axis} as yet, which has {ranks} ranks"):
+        attach(model, groups, probe=lambda: llama_loss(model, 0), ranks=Ranks({axis: ranks}))
 
 
 def test_kernel_forms_are_named() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from titanforge.forge import Granule, Placement, Schedule, plan
+from titanforge.forge import Granule, Placement, Schedule, plan, plan_report
+from titanforge.forge.report import PlanLine
 from titanforge.optim.registry import RULES, build_rule
 
 LINEAR = Placement("linear", (128, 64))
@@ -85,20 +88,85 @@ def test_cheaper_join_is_chosen_by_bytes() -> None:
     assert plan(rule, VECTOR, {}, few).join == "buffer"
 
 
+REPLICAS, SHARDS = {"dp_replicate": 2}, {"dp_shard": 8}
+STATES = Schedule(reduce="states")
+
+
 @pytest.mark.parametrize(
-    ("name", "mesh", "granule", "axes"),
+    ("name", "mesh", "schedule", "granule", "axes", "join", "deferred"),
     [
-        ("adamw", {"tp": 4, "ep": 2}, Granule.TILE, ()),
-        ("adamw", {"dp_replicate": 2}, Granule.BUCKET, ("dp_replicate",)),
-        ("muon", {"dp_replicate": 2, "cp": 2}, Granule.STATE, ("dp_replicate", "cp")),
-        ("lion", {"dp_replicate": 2}, Granule.BUCKET, ("dp_replicate",)),
-        ("adamw", {"dp_shard": 8, "dp_replicate": 2}, Granule.SHARD, ("dp_shard", "dp_replicate")),
-        ("adamw", {"dp_shard": 1, "dp_replicate": 1}, Granule.TILE, ()),
+        # Axes that split the weight leave its gradient complete.
+        ("adamw", {"tp": 4, "ep": 2}, Schedule(), Granule.TILE, (), "", False),
+        ("adamw", {"dp_shard": 1, "dp_replicate": 1}, Schedule(), Granule.TILE, (), "", False),
+        # Replicas: a bucket of gradients, or the state where A allows it and the run asks for it.
+        ("adamw", REPLICAS, Schedule(), Granule.BUCKET, ("dp_replicate",), "", False),
+        ("adamw", REPLICAS, STATES, Granule.BUCKET, ("dp_replicate",), "", False),
+        ("adamw", REPLICAS, FOUR, Granule.BUCKET, ("dp_replicate",), "buffer", False),
+        ("lion", REPLICAS, STATES, Granule.BUCKET, ("dp_replicate",), "", False),
+        ("muon", REPLICAS, Schedule(), Granule.BUCKET, ("dp_replicate",), "", True),
+        ("muon", REPLICAS, STATES, Granule.STATE, ("dp_replicate",), "", True),
+        ("sgd", REPLICAS, STATES, Granule.STATE, ("dp_replicate",), "", True),
+        ("muon", REPLICAS, Schedule(4, 32, reduce="states"), Granule.STATE, ("dp_replicate",), "state", True),
+        # A bucket holds whole gradients: rules that read a layer's statistic take them so.
+        ("adafactor", REPLICAS, Schedule(), Granule.BUCKET, ("dp_replicate",), "", False),
+        # Shards, also over contexts and beside replicas; matrix rules gather the state afterwards.
+        ("adamw", SHARDS, Schedule(), Granule.SHARD, ("dp_shard",), "", False),
+        ("adamw", SHARDS, FOUR, Granule.SHARD, ("dp_shard",), "buffer", False),
+        ("adamw", {"cp": 2}, Schedule(), Granule.SHARD, ("cp",), "", False),
+        ("muon", SHARDS, STATES, Granule.SHARD, ("dp_shard",), "", True),
+        (
+            "adamw",
+            {**SHARDS, **REPLICAS, "cp": 2, "tp": 2},
+            Schedule(),
+            Granule.SHARD,
+            ("dp_shard", "cp", "dp_replicate"),
+            "",
+            False,
+        ),
+        # Parts of a layer show no statistic of it.
+        ("adafactor", SHARDS, Schedule(), Granule.MODEL, (), "", False),
+        ("lars", SHARDS, Schedule(), Granule.MODEL, (), "", False),
+        ("lamb", SHARDS, Schedule(), Granule.MODEL, (), "", False),
+        ("lamb", REPLICAS, Schedule(), Granule.BUCKET, ("dp_replicate",), "", True),
+        # A pipeline's stage sees its micro-batches one by one, however few.
+        ("adamw", {"pp": 2}, Schedule(tokens=10**6), Granule.ACCUMULATOR, (), "buffer", False),
+        ("muon", {"pp": 2}, FOUR, Granule.STATE, (), "state", True),
     ],
 )
-def test_meshes(name: str, mesh: dict[str, int], granule: Granule, axes: tuple[str, ...]) -> None:
-    decided = plan(build_rule(name), LINEAR, mesh, Schedule())
-    assert (decided.granule, decided.reduce_axes) == (granule, axes)
+def test_meshes(
+    name: str,
+    mesh: dict[str, int],
+    schedule: Schedule,
+    granule: Granule,
+    axes: tuple[str, ...],
+    join: str,
+    deferred: bool,
+) -> None:
+    decided = plan(build_rule(name), LINEAR, mesh, schedule)
+    found = (decided.granule, decided.reduce_axes, decided.join, decided.deferred)
+    assert found == (granule, axes, join, deferred)
+    assert decided.why
+    assert decided.by_hook == (granule in (Granule.SHARD, Granule.BUCKET))
+
+
+def test_a_summed_gradient_asks_nobody_who_reads_the_weight() -> None:
+    tied, split = Placement("linear", (128, 64), "tied"), Placement("linear", (128, 64), "tied", split=True)
+    rule = build_rule("adamw")
+    assert plan(rule, tied, {}, Schedule()).granule is Granule.MODEL
+    assert plan(rule, tied, REPLICAS, Schedule()).granule is Granule.BUCKET
+    assert plan(rule, tied, SHARDS, Schedule()).granule is Granule.SHARD
+    decided = plan(rule, split, {"tp": 2}, Schedule())
+    assert (decided.granule, decided.reduce_axes) == (Granule.SHARD, ())
+    assert plan(rule, split, {"tp": 2, **REPLICAS}, Schedule()).reduce_axes == ("dp_replicate",)
+
+
+def test_experts_are_sharded_over_what_expert_parallelism_leaves() -> None:
+    experts, rule = Placement("experts", (8, 128, 64)), build_rule("adamw")
+    assert plan(rule, experts, {"dp_shard": 4, "ep": 4}, Schedule()).granule is Granule.TILE
+    assert plan(rule, experts, {"dp_shard": 8, "ep": 4}, Schedule()).granule is Granule.SHARD
+    both = {"dp_shard": 4, "ep": 4, "dp_replicate": 2}
+    assert plan(rule, experts, both, Schedule()).granule is Granule.BUCKET
+    assert plan(rule, LINEAR, {"dp_shard": 4, "ep": 4}, Schedule()).granule is Granule.SHARD
 
 
 def test_nesterov_reads_the_gradient_after_the_state() -> None:
@@ -106,5 +174,19 @@ def test_nesterov_reads_the_gradient_after_the_state() -> None:
     # Its bases are refreshed after backward, when a formed gradient would be gone.
     assert plan(build_rule("dobb", nesterov=True), LINEAR, {}, Schedule()).granule is Granule.MODEL
     assert plan(build_rule("sgd", nesterov=True), LINEAR, {}, Schedule()).granule is Granule.TILE
+    assert plan(build_rule("muon", nesterov=True), LINEAR, REPLICAS, Schedule()).granule is Granule.BUCKET
+    assert plan(build_rule("muon", nesterov=True), LINEAR, SHARDS, Schedule()).granule is Granule.MODEL
     assert plan(build_rule("sgd", nesterov=True), LINEAR, {}, FOUR).granule is Granule.ACCUMULATOR
     assert plan(build_rule("sgd", momentum=0.0), LINEAR, {}, FOUR).granule is Granule.ACCUMULATOR
+
+
+def test_report_of_ranks_says_how_long_gradients_live() -> None:
+    def report(mesh: dict[str, int]) -> list[str]:
+        decided = plan(build_rule("adamw"), LINEAR, mesh, FOUR)
+        return plan_report([PlanLine("w", (128, 64), torch.float32, decided)], nn.Linear(1, 1)).splitlines()
+
+    alone, replicas, shards = report({}), report(REPLICAS), report(SHARDS)
+    assert "100.0 % of 8,192 trainable parameters never have a gradient in memory" in alone[0]
+    for lines, granule in ((replicas, "bucket"), (shards, "shard")):
+        assert "have a gradient for a bucket's or a shard's time" in lines[0]
+        assert lines[1].startswith(f"  {granule}") and "4 micro-batches are summed first" in lines[1]

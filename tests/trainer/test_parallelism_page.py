@@ -96,4 +96,6 @@ def test_each_option_is_taken_or_refused_as_written(row, axis):
     argv += ["--parallelism.data_parallel_replicate_degree=2", f"--{key}={value}"]
     if key == "checkpoint.enable":
         argv.append("--checkpoint.folder=nowhere")
+    if key == "forge.enable":
+        argv.append("--forge.clip=lagged")
     assert accepted(argv, 4) == (row[1] == "yes")

@@ -208,12 +208,7 @@ def _check_schedule(config: JobConfig) -> list[str]:
 def _check_forge(config: JobConfig, world_size: int, device_type: str) -> None:
     if not config.forge.enable:
         return
-    if world_size > 1:
-        raise refusal(
-            config,
-            "forge.enable",
-            f"runs on one rank as yet, and {world_size} were started: start one, or set forge.enable = false",
-        )
+    _check_forge_ranks(config, world_size)
     if config.forge.kernel not in FORGE_KERNELS:
         raise refusal(config, "forge.kernel", f"must be one of {', '.join(FORGE_KERNELS)}")
     if config.forge.kernel in ("pp2", "coop") and device_type != "cuda":
@@ -242,6 +237,30 @@ def _check_forge(config: JobConfig, world_size: int, device_type: str) -> None:
             "training.enable_cpu_offload",
             "forge.enable = true updates weights on the device: set one of the two to false",
         )
+
+
+def _check_forge_ranks(config: JobConfig, world_size: int) -> None:
+    """Fused replicas sum gradients at every step, and a rank must know when a gradient of its is complete."""
+    if world_size == 1:
+        return
+    for axis in ("pipeline", "expert"):
+        path = f"parallelism.{axis}_parallel_degree"
+        if schema.get_value(config, path) > 1:
+            raise refusal(
+                config,
+                path,
+                "forge.enable = true runs on replicas, shards, contexts and tensor ranks as yet: set it to 1,"
+                " or forge.enable = false",
+            )
+    replicas = config.parallelism.data_parallel_replicate_degree > 1
+    for path, only in (("sync.policy", "every_step"), ("sync.reduce", "gradients")) if replicas else ():
+        if schema.get_value(config, path) != only:
+            raise refusal(
+                config,
+                path,
+                f'with forge.enable = true replicas sum gradients at every step: set it to "{only}", or'
+                " forge.enable = false",
+            )
 
 
 def _check_cuda_graph(config: JobConfig, world_size: int, device_type: str) -> None:

@@ -35,7 +35,9 @@ def plan_report(lines: Sequence[PlanLine], model: nn.Module) -> str:
     total = sum(line.numel for line in lines)
     fused = sum(line.numel for line in lines if line.plan.fused)
     share = 100.0 * fused / max(total, 1)
-    text = [f"forge: {share:.1f} % of {total:,} trainable parameters never have a gradient in memory"]
+    ranks = any(line.plan.by_hook for line in lines)
+    fate = "have a gradient for a bucket's or a shard's time" if ranks else "never have a gradient in memory"
+    text = [f"forge: {share:.1f} % of {total:,} trainable parameters {fate}"]
     grouped: dict[tuple[str, str, str], list[PlanLine]] = defaultdict(list)
     for line in lines:
         after = "; U after backward" if line.plan.deferred and "U follows" not in line.plan.why else ""

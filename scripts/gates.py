@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from scripts.bench.harness import machine_facts, markdown_table, write_report
-from scripts.exactness import layouts, one_rank, resharding  # noqa: F401  they enter their gates
+from scripts.exactness import experts, layouts, one_rank, resharding  # noqa: F401  they enter their gates
 from scripts.exactness.registry import GATES, Gate, Reading, World
 from titanforge.config.sections import Comm
 from titanforge.parallelisms import init_distributed

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from scripts.exactness.registry import World
-from titanforge.assembly import build_meta_model, probe_forward
+from titanforge.assembly import build_meta_model, mesh_sizes, probe_forward
 from titanforge.config import JobConfig
 from titanforge.config.sections import Optimizer
 from titanforge.forge import ParamPlan, Ranks, Steps, attach
@@ -24,7 +24,6 @@ from titanforge.models.initialization import initialize_weights
 from titanforge.optim import build_optimizer
 from titanforge.optim.build import build_groups, build_recipe
 from titanforge.parallelisms import ParallelDims
-from titanforge.parallelisms.mesh import AXES
 from titanforge.sync import CommLedger, build_sync_policy
 
 STEPS = 5
@@ -38,6 +37,7 @@ class Layout:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
     method: str = "ring"
 
 
@@ -73,6 +73,7 @@ def job(world: World, layout: Layout = ALONE, **changes: Any) -> JobConfig:
     parallelism.data_parallel_shard_degree = layout.dp_shard
     parallelism.context_parallel_degree = layout.cp
     parallelism.tensor_parallel_degree = layout.tp
+    parallelism.expert_parallel_degree = layout.ep
     parallelism.context_parallel_method = layout.method  # pyright: ignore[reportAttributeAccessIssue]
     for path, value in changes.items():
         section, key = path.split("__")
@@ -132,7 +133,7 @@ def _ranks(dims: ParallelDims) -> Ranks:
         if (group := dims.get_group("loss")) is not None:
             dist.all_reduce(tensor, group=group)
 
-    return Ranks({axis: dims.degree(axis) for axis in AXES}, sum_over_data)
+    return Ranks(mesh_sizes(dims), sum_over_data)
 
 
 class Run:

@@ -181,12 +181,11 @@ def test_several_ranks_may_share_a_fused_model() -> None:
         validate_config(config, world_size=4, device_type="cpu")
 
 
-@pytest.mark.parametrize(("axis", "ranks"), [("pp", 2), ("ep", 4)])
-def test_axes_without_fusion_are_named(axis: str, ranks: int) -> None:
+def test_a_pipeline_is_refused() -> None:
     model = llama()
     groups = build_groups(model, options_of())
-    with pytest.raises(ValueError, match=f"the mesh axis {axis} as yet, which has {ranks} ranks"):
-        attach(model, groups, probe=lambda: llama_loss(model, 0), ranks=Ranks({axis: ranks}))
+    with pytest.raises(ValueError, match=r"the mesh axis pp has 2 ranks: set parallelism\.pipeline"):
+        attach(model, groups, probe=lambda: llama_loss(model, 0), ranks=Ranks({"pp": 2}))
 
 
 def test_kernel_forms_are_named() -> None:

@@ -90,12 +90,11 @@ def attach(
 
 
 def _check_axes(ranks: Ranks) -> None:
-    for axis in ("pp", "ep"):
-        if ranks.mesh.get(axis, 1) > 1:
-            raise ValueError(
-                f"forge.enable = true does not run on the mesh axis {axis} as yet, which has "
-                f"{ranks.mesh[axis]} ranks: use dp_replicate, dp_shard, cp and tp, or forge.enable = false"
-            )
+    if (stages := ranks.mesh.get("pp", 1)) > 1:
+        raise ValueError(
+            f"forge.enable = true does not run in pipelines as yet, and the mesh axis pp has {stages} ranks: "
+            "set parallelism.pipeline_parallel_degree = 1, or forge.enable = false"
+        )
     if ranks.reduce != "gradients" and ranks.mesh.get("dp_replicate", 1) > 1:
         raise ValueError(
             f'sync.reduce = "{ranks.reduce}" with forge.enable = true: fused replicas sum gradients, bucket '

@@ -123,4 +123,6 @@ def _sharing(param: Tensor) -> tuple[ProcessGroup, ...]:
     if not isinstance(param, DTensor):
         return ()
     mesh = param.device_mesh
-    return tuple(mesh.get_group(axis) for axis, place in enumerate(param.placements) if place.is_shard())
+    return tuple(
+        mesh.get_group(axis) for axis, place in enumerate(param.placements) if not place.is_replicate()
+    )

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed_harness import run_distributed
+from tests.optim.test_dobb_sharded import Run, layouts
 from titanforge.config.sections import Optimizer
 from titanforge.optim import build_optimizer
 from titanforge.optim.engine import RuleOptimizer
@@ -120,3 +122,15 @@ def test_refused_step_keeps_every_bit(implementation: str) -> None:
             param.grad = torch.full_like(param, torch.nan)
         optimizer.step(torch.zeros((), device="cuda"))
         assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+
+
+def dobb_on_gpus(rank: int, world_size: int) -> None:
+    torch.cuda.set_device(rank)
+    Run.device = "cuda"
+    layouts(rank, world_size, "", splits=((2, 1), (1, 2)))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_dobb_on_two_gpus_equals_one() -> None:
+    """Reductions and refreshes on streams of their own, beside backward."""
+    run_distributed(dobb_on_gpus, 2, backend="nccl")

@@ -29,6 +29,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "foreach": {"optimizer__implementation": "foreach"},
     "master": {"training__dtype": "bfloat16", "optimizer__master_weights": "float32"},
     "workers": {"training__dataloader__num_workers": 1},
+    # A period of three: the second piece begins within one.
+    "dobb": {
+        "optimizer__name": "Dobb",
+        "optimizer__dobb__blocks": 4,
+        "optimizer__dobb__period": 3,
+    },
 }
 REPLICAS = {"parallelism__data_parallel_replicate_degree": 2}
 SHARDS = {"parallelism__data_parallel_replicate_degree": 1}
@@ -51,7 +57,7 @@ def _run(folder: Path, corpus: Path, steps: int, **more: Any) -> list[str]:
 @pytest.mark.parametrize("layout", [REPLICAS, SHARDS], ids=["replicas", "shards"])
 def test_six_steps_are_two_and_two_and_two(tmp_path, layout):
     corpus = write_corpus(tmp_path / "corpus.jsonl", documents=16)
-    names = ["lion", "fused", "master"] if layout is REPLICAS else ["adamw", "foreach", "workers"]
+    names = ["lion", "fused", "master"] if layout is REPLICAS else ["adamw", "foreach", "workers", "dobb"]
     runs = []
     for name in names:
         more = layout | VARIANTS[name]

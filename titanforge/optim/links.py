@@ -88,6 +88,9 @@ class RowSum:
             if self._links.reduce_scatter is not None:
                 self._reduce(async_op=False)
         self._waited = True
+        if self.sum.is_cuda:
+            # Whoever reads it may drop it before its stream has: the memory is the first stream's.
+            self.sum.record_stream(torch.cuda.current_stream(self.sum.device))
         return self.sum
 
 

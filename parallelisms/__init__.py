@@ -28,6 +28,8 @@ from titanforge.parallelisms.expert_parallel import (
     share_routing,
 )
 from titanforge.parallelisms.mesh import ParallelDims
+from titanforge.parallelisms.pipeline_parallel import Pipeline, split_model
+from titanforge.parallelisms.pipeline_stages import PipelinePlan, check_pipeline_parallel, plan_pipeline
 from titanforge.parallelisms.sequence import pad_sequences
 from titanforge.parallelisms.tensor_parallel import (
     apply_tensor_parallel,
@@ -39,6 +41,8 @@ from titanforge.parallelisms.tensor_parallel import (
 __all__ = [
     "ParallelDims",
     "PeerFailure",
+    "Pipeline",
+    "PipelinePlan",
     "Runtime",
     "apply_activation_checkpoint",
     "apply_compile",
@@ -49,6 +53,7 @@ __all__ = [
     "apply_tensor_parallel",
     "check_context_parallel",
     "check_expert_parallel",
+    "check_pipeline_parallel",
     "check_tensor_parallel",
     "clip_factor",
     "clip_grad_norm_",
@@ -57,10 +62,12 @@ __all__ = [
     "global_grad_norm",
     "init_distributed",
     "pad_sequences",
+    "plan_pipeline",
     "reshard",
     "sequence_pieces",
     "set_determinism",
     "set_is_last_micro_batch",
     "share_routing",
+    "split_model",
     "tensor_rank_weights",
 ]

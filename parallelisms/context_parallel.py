@@ -92,10 +92,13 @@ class Shares:
     def take(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a call: this rank's tokens with their positions, and everyone's document ids."""
         call = arguments(*args, **kwargs)
-        B, T = call["tokens"].shape
         if call["positions"] is None:
+            B, T = call["tokens"].shape
             call["positions"] = torch.arange(T, device=call["tokens"].device).expand(B, T)
-        for name in ("tokens", "positions", "labels"):
+        T = call["positions"].shape[1]
+        # A later pipeline stage is given hidden states, which are this rank's already.
+        whole = ("tokens", "positions", "labels") if call["tokens"].dim() == 2 else ("positions", "labels")
+        for name in whole:
             if call[name] is not None:
                 call[name] = self.of(call[name], self.rank)
         self._owner = None

@@ -6,7 +6,7 @@ Axes, outermost first: ``pp, dp_replicate, dp_shard, cp, tp``. Derived ones are 
 ``dp``          dp_replicate x dp_shard      ranks that read different data
 ``dp_shard_cp`` dp_shard x cp                ranks that shard weights (FSDP)
 ``dp_cp``       dp_replicate x dp_shard x cp ranks whose gradients are summed
-``loss``        the same                     ranks whose losses are summed
+``loss``        pp x the same                ranks whose losses are summed: stages but the last add 0
 ==============  ===========================  ==========================================
 
 Experts have a mesh of their own over the same ranks: of the ``dp_shard x cp x tp`` ranks of a replica, ``ep``
@@ -27,7 +27,7 @@ FLATTENED = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("dp_shard", "cp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
-    "loss": ("dp_replicate", "dp_shard", "cp"),
+    "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
 }
 _KEYS = {
     "pp": "parallelism.pipeline_parallel_degree",
@@ -37,7 +37,6 @@ _KEYS = {
     "tp": "parallelism.tensor_parallel_degree",
     "ep": "parallelism.expert_parallel_degree",
 }
-_NOT_YET = ("pp",)
 EXPERT_AXES = ("dp_shard_mod_ep", "ep")
 
 
@@ -66,11 +65,6 @@ class ParallelDims:
             if degree < 1 and not (axis == "dp_shard" and degree == -1):
                 wanted = "-1 (what the others leave) or at least 1" if axis == "dp_shard" else "at least 1"
                 raise ValueError(f"{key} = {degree}: must be {wanted}.")
-            if axis in _NOT_YET and degree > 1:
-                raise ValueError(
-                    f"{key} = {degree}: this axis is not available; set it to 1. Ranks can be spread over "
-                    f"{_KEYS['dp_replicate']} and {_KEYS['dp_shard']}."
-                )
         others = self.dp_replicate * self.cp * self.tp * self.pp
         if self.dp_shard == -1:
             if self.world_size % others:
@@ -129,7 +123,7 @@ class ParallelDims:
             device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES
         )
         for name, axes in FLATTENED.items():
-            if name == "loss":  # one set of communicators for the two names
+            if name == "loss" and self.pp == 1:  # one set of communicators for the two names
                 self._flat[name] = self._flat["dp_cp"]
             else:
                 self._flat[name] = self._mesh[axes]._flatten(f"flat_{name}")

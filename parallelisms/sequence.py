@@ -19,22 +19,27 @@ def pad_sequences(model: nn.Module, multiple: int) -> None:
     """
 
     def pad(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = arguments(*args, **kwargs)
-        T = call["tokens"].shape[1]
-        missing = -T % multiple
-        if not missing:
-            return None
-        for name, fill in (("tokens", 0), ("positions", 0), ("document_ids", -1), ("labels", IGNORE_INDEX)):
-            if call[name] is not None:
-                call[name] = nn.functional.pad(call[name], (0, missing), value=fill)
-        if call["logits_at"] is not None:
-            call["logits_at"] %= T  # counted from the end, it would mean padding
-        if call["positions"] is None:
-            places = torch.arange(T + missing, device=call["tokens"].device)
-            call["positions"] = places.clamp(max=T - 1).expand(call["tokens"].shape)
-        return (), call
+        return (), pad_call(arguments(*args, **kwargs), multiple)
 
     model.register_forward_pre_hook(pad, prepend=True, with_kwargs=True)
+
+
+def pad_call(call: dict[str, Any], multiple: int) -> dict[str, Any]:
+    """A model's call by names with its sequences padded; see ``pad_sequences``."""
+    T = call["tokens"].shape[1]
+    missing = -T % multiple
+    if not missing:
+        return call
+    call = dict(call)
+    for name, fill in (("tokens", 0), ("positions", 0), ("document_ids", -1), ("labels", IGNORE_INDEX)):
+        if call[name] is not None:
+            call[name] = nn.functional.pad(call[name], (0, missing), value=fill)
+    if call["logits_at"] is not None:
+        call["logits_at"] %= T  # counted from the end, it would mean padding
+    if call["positions"] is None:
+        places = torch.arange(T + missing, device=call["tokens"].device)
+        call["positions"] = places.clamp(max=T - 1).expand(call["tokens"].shape)
+    return call
 
 
 def arguments(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +16,19 @@ from titanforge.data import build_tokenizer
 from titanforge.forge import Granule, Ranks, plan_report, preview
 from titanforge.forge.head import CHUNK_LOGITS as FUSED_CHUNK_LOGITS
 from titanforge.forge.report import PlanLine
-from titanforge.layout import DTYPES, axis_lines, build_dims, check_model
+from titanforge.layout import DTYPES, axis_lines, build_dims, check_model, compute_dtype, pipeline_plan
 from titanforge.metrics import activation_bytes, estimate_memory
+from titanforge.metrics.estimate import MemoryEstimate
 from titanforge.metrics.memory import GIB
 from titanforge.models.layers.loss import CHUNK_LOGITS
 from titanforge.optim import build_groups, exchange_lines, state_bytes, update_bytes
-from titanforge.parallelisms import expert_modules, tensor_rank_weights
+from titanforge.parallelisms import (
+    ParallelDims,
+    PipelinePlan,
+    expert_modules,
+    split_model,
+    tensor_rank_weights,
+)
 
 
 def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
@@ -33,6 +43,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     tokenizer = build_tokenizer(config.data.tokenizer, config.model.hf_assets_path)
     model, args = build_meta_model(config, tokenizer.vocab_size)
     check_model(config, dims, args)
+    stages = pipeline_plan(config, dims, args, model) if dims.pp > 1 else None
     groups = model.num_parameters()
     total = sum(groups.values())
     sequences, micro_batches = batch_of_step(config, dims.degree("dp"))
@@ -44,6 +55,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         f"{training.seq_len} tokens",
         f"ranks       {dims.describe()}",
         *(f"  {line}" for line in axis_lines(config, dims, args)),
+        *(f"  {line}" for line in ([] if stages is None else stages.lines())),
         f"batch       {sequences} sequences x {training.seq_len} tokens = {sequences * training.seq_len:,} "
         f"tokens a step, in {micro_batches} micro-batches of {training.local_batch_size} a rank",
         "optimizer",
@@ -53,8 +65,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         options = ", ".join(f"{key} {value:g}" for key, value in group.options.items())
         lines.append(f"  {group.name:<28}{group.num_parameters:>18,}  {options}")
     lines += [f"  {line}" for line in exchange_lines(optimizer_groups, dims.degree("dp_shard_cp"))]
-    chunk_logits = FUSED_CHUNK_LOGITS if config.forge.enable else CHUNK_LOGITS
-    gradient_bytes = weight_bytes = DTYPES[training.dtype].itemsize
+    gradient_bytes = DTYPES[training.dtype].itemsize
     if config.forge.enable:
         plan = preview(
             model,
@@ -67,22 +78,75 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         lines += plan_report(plan, model).splitlines()
         # Per weight of the model: none for those that are consumed where they are made, or as they arrive.
         gradient_bytes = held_for_gradients(plan, config, micro_batches) / total
-    compute_bytes = (
-        DTYPES[training.mixed_precision_param].itemsize if training.dtype == "float32" else weight_bytes
-    )
-    tokens, tp = training.local_batch_size * training.seq_len // dims.cp, dims.tp
+    estimates = [
+        rank_memory(
+            config,
+            dims,
+            args,
+            part,
+            layers=args.n_layers if stages is None else stages.layers_alive(rank),
+            gradient_bytes=gradient_bytes,
+            state_bytes_per_param=state_bytes(optimizer_groups, config.optimizer) / total,
+            update=update_bytes(optimizer_groups),
+        )
+        for rank, part in enumerate(rank_models(model, stages))
+    ]
+    estimate = max(estimates, key=lambda each: each.total)
+    if stages is not None:
+        lines.append(f"most memory on pipeline rank {estimates.index(estimate)}")
+    lines += ["memory per rank, estimated", *(f"  {line}" for line in estimate.lines())]
+    if device_type == "cuda":
+        capacity = torch.cuda.get_device_properties(0).total_memory
+        verdict = "fits" if estimate.total < 0.92 * capacity else "is unlikely to fit"
+        lines.append(f"  {verdict} in the {capacity / GIB:.1f} GiB of this GPU")
+    return "\n".join(lines)
+
+
+def rank_models(model: nn.Module, stages: PipelinePlan | None) -> Iterator[nn.Module]:
+    """For each rank along the pipeline axis the part of the model that it holds, on meta as the whole is."""
+    if stages is None:
+        yield model
+        return
+    for rank in range(stages.ranks):
+        part = copy.deepcopy(model)
+        split_model(part, stages, rank)
+        yield part
+
+
+def rank_memory(
+    config: JobConfig,
+    dims: ParallelDims,
+    args: Any,
+    model: nn.Module,
+    *,
+    layers: int,
+    gradient_bytes: float,
+    state_bytes_per_param: float,
+    update: int,
+) -> MemoryEstimate:
+    """What a rank will need whose pipeline stages are ``model``, which is on meta and whole along other axes.
+
+    layers: blocks whose activations are alive, those of several micro-batches each counted.
+    """
+    training, recompute, tp = config.training, config.activation_checkpoint, dims.tp
+    compute_bytes = DTYPES[compute_dtype(config)].itemsize
+    batch, seq_len = training.local_batch_size, training.seq_len // dims.cp
+    if dims.pp > 1:
+        batch = config.parallelism.pipeline_parallel_microbatch_size
+    chunk_logits = FUSED_CHUNK_LOGITS if config.forge.enable else CHUNK_LOGITS
     # What a block gathers for its matrix products is kept whole where nothing is recomputed.
-    gathered = 2 * args.n_layers if config.activation_checkpoint.mode == "none" else 2
+    gathered = 2 * layers if recompute.mode == "none" else 2
+    weights = tensor_rank_weights(model, tp)
     estimate = estimate_memory(
-        num_params={"of a tensor rank": tensor_rank_weights(model, tp)},
-        weight_bytes=weight_bytes,
+        num_params={"of a tensor rank": weights},
+        weight_bytes=DTYPES[training.dtype].itemsize,
         gradient_bytes=gradient_bytes,
-        state_bytes_per_param=state_bytes(optimizer_groups, config.optimizer) / total,
+        state_bytes_per_param=state_bytes_per_param,
         activations=activation_bytes(
-            batch=training.local_batch_size,
-            seq_len=training.seq_len // dims.cp,
+            batch=batch,
+            seq_len=seq_len,
             dim=args.dim // tp,
-            n_layers=args.n_layers,
+            n_layers=layers,
             hidden_dim=args.ffn_dim // tp,
             kv_dim=args.n_kv_heads * args.head_dim // tp,
             q_dim=args.n_heads * args.head_dim // tp,
@@ -90,22 +154,21 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
             routed=getattr(args, "n_experts_per_token", 0),
             vocab_size=-(-args.vocab_size // tp),
             compute_bytes=compute_bytes,
-            mode=config.activation_checkpoint.mode,
-            selective_option=config.activation_checkpoint.selective_ac_option,
+            mode=recompute.mode,
+            selective_option=recompute.selective_ac_option,
             loss_chunk_tokens=max(1, chunk_logits * tp // args.vocab_size),
         )
-        + (gathered * args.dim * tokens * compute_bytes * (tp - 1) // tp),
+        + (gathered * args.dim * batch * seq_len * compute_bytes * (tp - 1) // tp),
         dp_shard=dims.degree("dp_shard_cp"),
         layer_params=largest_unit(model, tp, dims.ep),
         compute_bytes=compute_bytes,
-        update=update_bytes(optimizer_groups),
+        update=update,
     )
-    lines += ["memory per rank, estimated", *(f"  {line}" for line in estimate.lines())]
-    if device_type == "cuda":
-        capacity = torch.cuda.get_device_properties(0).total_memory
-        verdict = "fits" if estimate.total < 0.92 * capacity else "is unlikely to fit"
-        lines.append(f"  {verdict} in the {capacity / GIB:.1f} GiB of this GPU")
-    return "\n".join(lines)
+    if dims.pp > 1 and dims.degree("dp_shard_cp") > 1:
+        # A stage's weights stay gathered for all micro-batches, and its gradients whole until the last.
+        whole = compute_bytes + DTYPES[training.mixed_precision_reduce].itemsize
+        estimate = dataclasses.replace(estimate, gathered=weights * whole)
+    return estimate
 
 
 def held_for_gradients(plan: Sequence[PlanLine], config: JobConfig, micro_batches: int) -> float:
@@ -133,8 +196,8 @@ def largest_unit(model: nn.Module, tp: int = 1, ep: int = 1) -> int:
 
     A block's experts are gathered along with it.
     """
-    blocks = model.get_submodule("layers").children()
-    units = [*blocks, model.get_submodule("tok_embeddings"), model.get_submodule("output")]
+    ends = [getattr(model, name) for name in ("tok_embeddings", "output")]  # None on another pipeline stage
+    units = [*model.get_submodule("layers").children(), *(end for end in ends if end is not None)]
     return max(_unit_weights(unit, tp, ep) for unit in units)
 
 

@@ -47,7 +47,9 @@ class Validator:
     def run(self) -> None:
         """Evaluate and log. A signal that arrives meanwhile ends the evaluation; the caller then stops."""
         trainer = self.trainer
-        model, device = trainer.model, trainer.device
+        model, device = trainer.pipeline or trainer.model, trainer.device
+        # Of a pipeline's ranks those with the head have the losses; they alone count the tokens.
+        counts = trainer.pipeline is None or trainer.pipeline.has_last
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         with trainer.metrics.pause():
             trainer.sync_point("evaluation")
@@ -59,12 +61,13 @@ class Validator:
                     batch = batch.to(device)
                     loss_sum = model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
                     # The loss is of this rank's tokens alone, the labels are those of whole sequences.
-                    counted = (batch.labels != IGNORED).sum().double() / trainer.dims.cp
+                    counted = (batch.labels != IGNORED).sum().double() / trainer.dims.cp * counts
                     totals += torch.stack([loss_sum.double(), counted])
                 samples = self._samples()
             finally:
                 model.train()
-                reshard(model)
+                for part in [trainer.model] if trainer.pipeline is None else trainer.pipeline.parts:
+                    reshard(part)
             trainer.ledger.all_reduce(
                 totals, trainer.dims.get_group("loss"), axis="loss", purpose="validation"
             )
@@ -89,7 +92,7 @@ class Validator:
             # No beginning-of-text token: packed documents have none, so the model never saw it.
             tokens = trainer.tokenizer.encode(prompt)
             output = generate(
-                trainer.model,
+                trainer.pipeline or trainer.model,  # pyright: ignore[reportArgumentType]
                 torch.tensor([tokens], device=trainer.device),
                 max_new_tokens=validation.sample_tokens,
                 temperature=validation.sample_temperature,

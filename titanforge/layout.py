@@ -13,6 +13,8 @@ from titanforge.models.registry import build_model, model_args
 from titanforge.optim import build_groups, shard_dims
 from titanforge.parallelisms import (
     ParallelDims,
+    Pipeline,
+    PipelinePlan,
     apply_activation_checkpoint,
     apply_compile,
     apply_context_parallel,
@@ -22,11 +24,14 @@ from titanforge.parallelisms import (
     apply_tensor_parallel,
     check_context_parallel,
     check_expert_parallel,
+    check_pipeline_parallel,
     check_tensor_parallel,
     complete_gradients,
     pad_sequences,
+    plan_pipeline,
     sequence_pieces,
     share_routing,
+    split_model,
 )
 from titanforge.parallelisms.traffic import Traffic, silent
 
@@ -111,6 +116,9 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
         tensor_degree=dims.tp,
         others=dims.degree("dp_shard_mod_ep"),
     )
+    if dims.pp > 1:
+        check_pipeline_parallel(dims.pp, tied=args.tie_embeddings, n_experts=n_experts)
+        pipeline_plan(config, dims, args)
 
 
 def _check_shards(config: JobConfig, dims: ParallelDims) -> None:
@@ -129,10 +137,63 @@ def _check_shards(config: JobConfig, dims: ParallelDims) -> None:
     shard_dims(build_groups(model, config.optimizer), shards)
 
 
+def pipeline_plan(
+    config: JobConfig, dims: ParallelDims, args: Any, model: nn.Module | None = None
+) -> PipelinePlan:
+    """The stages of a run with a pipeline axis.
+
+    model: whole, on meta: tells as how many blocks embedding and head count; None: as one each, which decides
+        where the cuts are, but not whether there can be any.
+
+    Raises:
+        ValueError: naming the key and what would fit.
+    """
+    parallelism = config.parallelism
+    ends = [
+        parallelism.pipeline_parallel_first_stage_less_layers,
+        parallelism.pipeline_parallel_last_stage_less_layers,
+    ]
+    measured: list[float] = [1.0, 1.0]
+    if model is not None and parallelism.pipeline_parallel_layers_per_stage is None:
+        measured = _layers_at_the_ends(model)
+    embedding, head = (own if given is None else float(given) for given, own in zip(ends, measured))
+    return plan_pipeline(
+        dims.pp,
+        parallelism.pipeline_parallel_schedule,
+        args.n_layers,
+        batch_size=config.training.local_batch_size,
+        microbatch_size=parallelism.pipeline_parallel_microbatch_size,
+        embedding_layers=embedding,
+        head_layers=head,
+        layers_per_stage=parallelism.pipeline_parallel_layers_per_stage,
+        named=parallelism.module_fqns_per_model_part,
+    )
+
+
+def _layers_at_the_ends(model: nn.Module) -> list[float]:
+    """Weights of the embedding, and of norm and head, relative to those of a block."""
+    blocks, first, last = 0, 0, 0
+    for name, parameter in model.named_parameters():
+        if name.startswith("layers."):
+            blocks += parameter.numel()
+        elif name.startswith(("norm.", "output.")):
+            last += parameter.numel()
+        else:
+            first += parameter.numel()
+    block = blocks / len(model.get_submodule("layers"))  # pyright: ignore[reportArgumentType]
+    return [first / block, last / block]
+
+
 def axis_lines(config: JobConfig, dims: ParallelDims, args: Any) -> list[str]:
     """For each axis of more than one rank, a line saying what its ranks share."""
     parallelism, T = config.parallelism, config.training.seq_len
     lines = []
+    if dims.pp > 1:
+        plan = pipeline_plan(config, dims, args)
+        lines.append(
+            f"pp {dims.pp}: {len(plan.stages)} stages, schedule {plan.kind.name} of {plan.microbatches}"
+            f" micro-batches of {parallelism.pipeline_parallel_microbatch_size}"
+        )
     if dims.dp_replicate > 1:
         lines.append(f"dp_replicate {dims.dp_replicate}: whole replicas, each with its own sequences")
     if dims.degree("dp_shard_cp") > 1:
@@ -166,12 +227,18 @@ def axis_lines(config: JobConfig, dims: ParallelDims, args: Any) -> list[str]:
 
 def parallelize(
     model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device, traffic: Traffic = silent
-) -> None:
-    """Split a model that is on meta, inside out, and give it memory: tensor, context, …, shards.
+) -> Pipeline | None:
+    """Split a model that is on meta, inside out, and give it memory: stages, tensor, context, …, shards.
+
+    With a pipeline axis ``model`` is left with this rank's modules, and what is returned runs its stages.
 
     traffic: is told of the collectives that the split model issues (see ``parallelisms.traffic``).
     """
     training, checkpointing = config.training, config.activation_checkpoint
+    plan, parts = None, [model]
+    if dims.pp > 1:
+        plan = pipeline_plan(config, dims, model.args, model)
+        parts = split_model(model, plan, dims.get_mesh("pp").get_local_rank())
     tensor_mesh = dims.get_optional_mesh("tp")
     if tensor_mesh is not None:
         apply_tensor_parallel(model, tensor_mesh, traffic)
@@ -179,13 +246,15 @@ def parallelize(
     context_mesh = dims.get_optional_mesh("cp")
     if context_mesh is not None:
         method = config.parallelism.context_parallel_method
-        apply_context_parallel(model, context_mesh, method, traffic)
+        for part in parts:
+            apply_context_parallel(part, context_mesh, method, traffic)
         pieces *= sequence_pieces(dims.cp, method)
     expert_mesh = dims.get_optional_mesh("ep")
     if expert_mesh is not None:
         apply_expert_parallel(model, expert_mesh, traffic)
-    share_routing(model, dims.get_group("cp"), dims.get_group("tp"), traffic)
-    if pieces > 1:
+    for part in parts:
+        share_routing(part, dims.get_group("cp"), dims.get_group("tp"), traffic)
+    if pieces > 1 and plan is None:
         pad_sequences(model, pieces)  # after the others: it comes first in a call
     # Reading the generator's state waits for the device, which a captured step cannot; no model here draws
     # numbers.
@@ -193,25 +262,47 @@ def parallelize(
     apply_activation_checkpoint(model, checkpointing.mode, checkpointing.selective_ac_option, replay_random)
     if config.compile.enable and "model" in config.compile.components:
         apply_compile(model, config.compile.backend)
-    if config.compile.enable and "loss" in config.compile.components:
-        model.get_submodule("output").compile(backend=config.compile.backend, fullgraph=True)
+    head = model.output  # None on a rank without the last stage
+    if config.compile.enable and "loss" in config.compile.components and isinstance(head, nn.Module):
+        head.compile(backend=config.compile.backend, fullgraph=True)
     compute = compute_dtype(config)
     shard_mesh = dims.get_optional_mesh("dp_shard_cp")
     if shard_mesh is not None:
         # By the parameters themselves: names change under wrappers, and only here both are at hand.
-        dims_by_weight = shard_dims(build_groups(model, config.optimizer), shard_mesh.size())
-        apply_fsdp(
-            model,
-            shard_mesh,
-            param_dtype=DTYPES[compute],
-            reduce_dtype=DTYPES[training.mixed_precision_reduce],
-            reshard_policy=config.parallelism.fsdp_reshard_after_forward,
-            cpu_offload=training.enable_cpu_offload,
-            shard_dim=lambda param: dims_by_weight.get(id(param)),
-            expert_mesh=None if expert_mesh is None else dims.get_mesh("dp_shard_mod_ep"),
-        )
+        groups = build_groups(model, config.optimizer, partial=plan is not None)
+        dims_by_weight = shard_dims(groups, shard_mesh.size())
+        reshard = config.parallelism.fsdp_reshard_after_forward
+        # Every micro-batch would gather again, and a stage holds a part of the model anyway.
+        reshard = "never" if reshard == "default" and plan is not None else reshard
+        for part in parts:
+            apply_fsdp(
+                part,
+                shard_mesh,
+                param_dtype=DTYPES[compute],
+                reduce_dtype=DTYPES[training.mixed_precision_reduce],
+                reshard_policy=reshard,
+                cpu_offload=training.enable_cpu_offload,
+                shard_dim=lambda param: dims_by_weight.get(id(param)),
+                expert_mesh=None if expert_mesh is None else dims.get_mesh("dp_shard_mod_ep"),
+            )
     else:
         apply_mixed_precision(model, DTYPES[compute])
-    model.to_empty(device="cpu" if training.enable_cpu_offload else device)
+    for part in parts:
+        part.to_empty(device="cpu" if training.enable_cpu_offload else device)
     if tensor_mesh is not None and shard_mesh is None:
         complete_gradients(model)
+    if plan is None:
+        return None
+    return Pipeline(
+        parts,
+        plan,
+        dims.get_mesh("pp").get_group(),
+        dims.get_mesh("pp").get_local_rank(),
+        device,
+        batch_size=training.local_batch_size,
+        seq_len=training.seq_len,
+        shares=dims.cp * dims.tp,
+        multiple=pieces,
+        dtype=DTYPES[compute],
+        traffic=traffic,
+    )

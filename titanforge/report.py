@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def announce(trainer: Trainer) -> None:
     """Print what was built: model, ranks, batch, who updates which weights, where the run starts."""
     config, training = trainer.config, trainer.config.training
-    groups = trainer.model.num_parameters()
+    groups = trainer.model_sizes
+    stages = [] if trainer.pipeline is None else trainer.pipeline.plan.lines()
+    here = "" if trainer.pipeline is None else " of this rank's stages"
     sequences = trainer.micro_batches * training.local_batch_size * trainer.dp_world
     held = local_bytes(trainer.model.parameters(), trainer.device.type)
     lines = [
@@ -29,13 +31,14 @@ def announce(trainer: Trainer) -> None:
         f"  tokenizer  {trainer.tokenizer.name}, {trainer.tokenizer.vocab_size:,} tokens",
         f"  ranks      {trainer.dims.describe()} on {trainer.device.type}",
         *(f"             {line}" for line in axis_lines(config, trainer.dims, trainer.model_args)),
+        *(f"             {line}" for line in stages),
         f"             {held / GIB:.3f} GiB of weights on this one",
         f"  step       {sequences} sequences x {training.seq_len} tokens in {trainer.micro_batches} "
         f"micro-batch{'es' * (trainer.micro_batches > 1)} of {training.local_batch_size} a rank",
     ]
     for group in trainer.optimizer.groups:
         options = ", ".join(f"{key} {value:g}" for key, value in group.options.items())
-        lines.append(f"  optimizer  {group.name}: {group.num_parameters:,} parameters, {options}")
+        lines.append(f"  optimizer  {group.name}: {group.num_parameters:,} parameters{here}, {options}")
     lines += [f"  {line}" for line in trainer.optimizer.report().splitlines()]
     source = trainer.checkpointer.loaded_from
     if source is not None:

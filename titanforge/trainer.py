@@ -37,7 +37,7 @@ from titanforge.kernels.forms import select_form
 from titanforge.layout import build_dims, check_model, parallelize
 from titanforge.metrics import MetricsLogger, Profiler
 from titanforge.models.initialization import initialize_weights
-from titanforge.optim import DataLinks, build_optimizer, lr_factor
+from titanforge.optim import DataLinks, build_groups, build_optimizer, lr_factor
 from titanforge.parallelisms import clip_factor, init_distributed, set_determinism, set_is_last_micro_batch
 from titanforge.report import announce, summarize
 from titanforge.run_folder import FolderLock, save_config
@@ -188,7 +188,10 @@ class Trainer:
         config = self.config
         model, args = build_meta_model(config, self.tokenizer.vocab_size)
         check_model(config, self.dims, args)
-        parallelize(model, config, self.dims, self.device, self.ledger.record)
+        self.model_sizes = model.num_parameters()  # of the whole model, whatever stays here
+        if self.dims.pp > 1:
+            build_groups(model, config.optimizer)  # a pattern's weights may all be on other ranks
+        self.pipeline = parallelize(model, config, self.dims, self.device, self.ledger.record)
         initialize_weights(model, self.seed)
         return model.train(), args
 
@@ -196,7 +199,9 @@ class Trainer:
         """The ordinary engine, or the one that lives in backward."""
         config, training = self.config, self.config.training
         if not config.forge.enable:
-            return build_optimizer(self.model, config.optimizer, training.dtype, seed=self.seed)
+            return build_optimizer(
+                self.model, config.optimizer, training.dtype, seed=self.seed, partial=self.dims.pp > 1
+            )
         select_form(config.forge.kernel, self.device)
         return build_forge_optimizer(
             self.model,
@@ -319,20 +324,8 @@ class Trainer:
     def _compute(self, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Device side of a step: forward, backward and update. Returns the loss, and the gradient's norm."""
         self.optimizer.zero_grad()
-        loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        for index, batch in enumerate(batches):
-            set_is_last_micro_batch(self.model, index == len(batches) - 1)
-            self.sync.before_backward(index)
-            batch = batch.to(self.device)
-            loss_sum = self.model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
-            # The gradient of every rank is its share of the mean over the whole global batch (over the
-            # replica's part of it if replicas step by themselves), so sums over ranks and micro-batches
-            # need no further division, however the padding is spread.
-            share = loss_sum / self._divisor
-            # Fused weights change during backward, so it must be known by now whether they may.
-            self.optimizer.before_backward(index, self._may_apply(share.detach()))
-            share.backward()
-            loss += loss_sum.detach() / self._valid_tokens
+        accumulate = self._accumulate if self.pipeline is None else self._accumulate_in_stages
+        loss = accumulate(batches)
         self.sync.reduce_gradients()
         grad_norm, scale = self.optimizer.clip(self._clip_factor)
         loss, grad_norm = self._over_ranks(loss, grad_norm)
@@ -348,10 +341,46 @@ class Trainer:
             self.model.end_step(apply_flag)
         return loss, grad_norm
 
+    def _accumulate(self, batches: list[Batch]) -> torch.Tensor:
+        """Forward and backward of each micro-batch; returns this rank's part of the loss."""
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
+        for index, batch in enumerate(batches):
+            set_is_last_micro_batch(self.model, index == len(batches) - 1)
+            self.sync.before_backward(index)
+            batch = batch.to(self.device)
+            loss_sum = self.model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
+            # The gradient of every rank is its share of the mean over the whole global batch (over the
+            # replica's part of it if replicas step by themselves), so sums over ranks and micro-batches
+            # need no further division, however the padding is spread.
+            share = loss_sum / self._divisor
+            # Fused weights change during backward, so it must be known by now whether they may.
+            self.optimizer.before_backward(index, self._may_apply(share.detach()))
+            share.backward()
+            loss += loss_sum.detach() / self._valid_tokens
+        return loss
+
+    def _accumulate_in_stages(self, batches: list[Batch]) -> torch.Tensor:
+        """The same on this rank's pipeline stages, whose schedule cuts each batch into micro-batches.
+
+        Replicas sum gradients after the last batch, not during it: backward ends stage by stage.
+        """
+        assert self.pipeline is not None
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
+        for batch in batches:
+            batch = batch.to(self.device)
+            loss += self.pipeline.forward_backward(
+                batch.tokens, batch.positions, batch.document_ids, batch.labels, self._divisor
+            )
+        return loss / self._valid_tokens
+
     def _clip_factor(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of the gradients in `.grad`, and the factor that the optimizer has yet to apply."""
+        stages = self.dims.get_group("pp")
         return clip_factor(
-            self.model.parameters(), self.config.training.max_norm, all_reduce=self._reduce_norm
+            self.model.parameters(),
+            self.config.training.max_norm,
+            groups=[] if stages is None else [stages],
+            all_reduce=self._reduce_norm,
         )
 
     def _over_ranks(
@@ -417,7 +446,7 @@ class Trainer:
         self.ledger.all_reduce(count, self.dims.get_group("loss"), axis="loss", purpose="finite losses")
 
     def _reduce_norm(self, square: torch.Tensor, group: ProcessGroup) -> None:
-        axes = ("tp", "ep", "dp_shard_mod_ep")
+        axes = ("tp", "pp", "ep", "dp_shard_mod_ep")
         axis = next((axis for axis in axes if group is self.dims.get_group(axis)), "dp_shard")
         self.ledger.all_reduce(square, group, axis=axis, purpose="grad_norm")
 

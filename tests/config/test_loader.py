@@ -407,6 +407,8 @@ def odd_config() -> JobConfig:
             value = [DataSource("text", "a.txt", 0.1), DataSource("c4", name='"q\\d"', split="x")]
         elif item is float:
             value = [1e-20, -0.5, 3.0]
+        elif item == list[str]:
+            value = [["a", "b.0"], ["c"]]
         elif item is not None:
             value = ["a", 'b "c", \\n \n\t', "[d]", ""]
         elif inner is bool:

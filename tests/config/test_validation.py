@@ -95,14 +95,6 @@ def test_bucket_size_and_group_values():
 # --- parallel layout and batch ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", ["pipeline"])
-def test_axes_that_do_not_exist_yet_are_refused_by_name(axis):
-    message = refusal_of(f"--parallelism.{axis}_parallel_degree=2", world_size=2)
-    assert message.startswith(
-        f"parallelism.{axis}_parallel_degree = 2: {axis} parallelism is not available yet"
-    )
-
-
 def test_degrees_must_make_the_number_of_ranks():
     message = refusal_of("--parallelism.data_parallel_replicate_degree=3", world_size=4)
     assert message.startswith(

@@ -28,7 +28,7 @@ def test_shard_degree_is_what_the_others_leave(degrees, world_size, expected_sha
         ({"dp_shard": 0}, 1, "data_parallel_shard_degree = 0"),
         ({"dp_replicate": -1}, 1, "data_parallel_replicate_degree = -1"),
         ({"tp": 3}, 4, "tensor_parallel_degree = 3 does not divide the 4 ranks"),
-        ({"pp": 2}, 2, "pipeline_parallel_degree = 2"),
+        ({"pp": 2, "dp_shard": 2}, 2, "pipeline_parallel_degree = 2 makes 4 ranks, but 2"),
         ({"cp": 2, "dp_shard": 2}, 2, "context_parallel_degree = 2 makes 4 ranks, but 2"),
         ({"ep": 3}, 4, "expert_parallel_degree = 3 does not divide the 4 ranks .*use one of 1, 2, 4"),
         ({"ep": 2, "tp": 4}, 8, "expert_parallel_degree = 2 is no multiple of .*tensor_parallel_degree = 4"),

@@ -22,12 +22,26 @@ LAYOUTS = {  # name: (ranks, degrees)
     "cp2_ulysses_replicas2": (4, {"context": 2, "method": "ulysses", "data_replicate": 2}),
     "tp2_cp2": (4, {"tensor": 2, "context": 2}),
     "tp2_cp2_fsdp2": (8, {"tensor": 2, "context": 2}),
+    # trained in test_pipeline.py
+    "pp2_gpipe": (2, {"pipeline": 2, "schedule": "GPipe"}),
+    "pp2": (2, {"pipeline": 2}),
+    "pp2_interleaved": (2, {"pipeline": 2, "schedule": "Interleaved1F1B"}),
+    "pp2_izb": (2, {"pipeline": 2, "schedule": "InterleavedZeroBubble"}),
+    "pp2_zbv": (2, {"pipeline": 2, "schedule": "ZBVZeroBubble"}),
+    "tp2_pp2": (4, {"tensor": 2, "pipeline": 2}),
+    "pp2_fsdp2": (4, {"pipeline": 2, "schedule": "Interleaved1F1B"}),
+    "pp2_zbv_fsdp2": (4, {"pipeline": 2, "schedule": "ZBVZeroBubble"}),
+    "pp2_replicas2": (4, {"pipeline": 2, "data_replicate": 2}),
+    "cp2_pp2": (4, {"context": 2, "pipeline": 2}),
+    "tp2_pp2_fsdp2": (8, {"tensor": 2, "pipeline": 2}),
 }
 KEYS = {
     "tensor": "parallelism__tensor_parallel_degree",
     "context": "parallelism__context_parallel_degree",
     "method": "parallelism__context_parallel_method",
     "data_replicate": "parallelism__data_parallel_replicate_degree",
+    "pipeline": "parallelism__pipeline_parallel_degree",
+    "schedule": "parallelism__pipeline_parallel_schedule",
 }
 FAMILIES = {
     "llama3": {"model__n_heads": 4, "model__n_kv_heads": 4},
@@ -43,7 +57,7 @@ FAMILIES = {
 
 def run(tmp: Path, corpus: Path, family: str, layout: str, **overrides) -> list[str]:
     ranks, degrees = LAYOUTS[layout]
-    shared = degrees.get("tensor", 1) * degrees.get("context", 1)
+    shared = degrees.get("tensor", 1) * degrees.get("context", 1) * degrees.get("pipeline", 1)
     degrees = {KEYS[axis]: value for axis, value in degrees.items()}
     keys = {
         "training__steps": 10,

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -102,21 +102,30 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_huggingface(path: Path, tensors: Mapping[str, Tensor], form: Form, show: bool = False) -> None:
+def read_huggingface(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    form: Form,
+    show: bool = False,
+    known: Collection[str] = (),
+) -> None:
     """Fill ``tensors`` in place from a folder; each rank reads its own shards alone. Not collective.
 
     Args:
         tensors: the model's state dict. Buffers that no file can hold stay as they are.
         show: print progress.
+        known: names of the model that other ranks hold.
 
     Raises:
         FileNotFoundError, ValueError: as ``open_model``; shapes that differ.
     """
     files = open_model(path, form)
     sources = form.sources()
-    progress = Progress("reading", len(sources), show)
+    progress = Progress("reading", sum(name in tensors for name in sources), show)
     for name, source in sources.items():
         if name not in tensors:
+            if name in known:
+                continue
             raise ValueError(f"the model has no {name}: its arguments differ from those of its form")
         fill(name, tensors[name], source, files)
         local = local_tensor(tensors[name])

@@ -37,14 +37,45 @@ def split(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def join(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of ``split``.
+    """Inverse of ``split``, without what other ranks hold: entries whose tensors are not in ``tensors``.
 
     Raises:
-        KeyError: a referenced tensor is not in ``tensors``.
+        KeyError: a tensor that is missing stands in a list, whose other items would move up.
     """
-    if isinstance(encoded, dict) and _REFERENCE in encoded:
-        return tensors[encoded[_REFERENCE]]
+    if isinstance(encoded, dict):
+        if _REFERENCE in encoded:
+            return tensors[encoded[_REFERENCE]]
+        encoded = {name: item for name, item in encoded.items() if not _is_elsewhere(item, tensors)}
     return _decode(encoded, lambda v: join(v, tensors))
+
+
+def _is_elsewhere(encoded: Any, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether all that this stands for are tensors of other ranks."""
+    if not isinstance(encoded, dict) or not encoded:
+        return False
+    if _REFERENCE in encoded:
+        return encoded[_REFERENCE] not in tensors
+    return all(_is_elsewhere(item, tensors) for item in encoded.values())
+
+
+def merge(ours: Any, theirs: Any, name: str = "state") -> Any:
+    """One state out of the split states of two ranks, each of which may hold what the other has not.
+
+    Raises:
+        ValueError: both hold something, and not the same; the message names its place.
+    """
+    if isinstance(ours, dict) and isinstance(theirs, dict) and not any(t in ours for t in _TAGS):
+        return {
+            key: theirs[key]
+            if key not in ours
+            else ours[key]
+            if key not in theirs
+            else merge(ours[key], theirs[key], f"{name}.{key}")
+            for key in ours | theirs
+        }
+    if ours != theirs:
+        raise ValueError(f"{name} of the state differs between ranks: {ours!r} and {theirs!r}")
+    return ours
 
 
 def encode(value: Any, name: str = "state") -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -44,6 +46,31 @@ def on_main(group: ProcessGroup, function: Callable[[], T]) -> T:
     if box[1] is not None:
         raise box[1]
     return box[0]
+
+
+def distinct(value: Any, group: ProcessGroup) -> dict[int, Any]:
+    """What ranks hold that is not alike, each once, by the first rank that holds it; plain JSON values.
+
+    Pipeline stages hold different parts of a state. Where all hold the same, no more than digests are sent.
+    Collective.
+    """
+    digest = hashlib.blake2b(json.dumps(value).encode()).hexdigest()
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest, group=group)
+    firsts = sorted({found: rank for rank, found in reversed(list(enumerate(digests)))}.values())
+    if len(firsts) == 1:
+        return {0: value}
+    values = {}
+    for rank in firsts:
+        box = [value]
+        dist.broadcast_object_list(box, group_src=rank, group=group)
+        values[rank] = box[0]
+    return values
+
+
+def everywhere(facts: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
+    """``facts`` of this rank and of all others; collective."""
+    return {name: fact for theirs in distinct(facts, group).values() for name, fact in theirs.items()}
 
 
 def why_unusable(folder: Path, group: ProcessGroup) -> str | None:
@@ -144,7 +171,9 @@ def read_checkpoint(
         if part in wanted:
             json_state.split(live[part], part, tensors)
     table = on_main(group, lambda: dict(dcp_format.shapes(dcp_format.read_table(folder))))
-    _compare(folder, tensors, table, [part for part in TENSOR_PARTS if part in wanted])
+    shapes = everywhere({name: list(tensor.shape) for name, tensor in tensors.items()}, group)
+    _compare(folder, shapes, table, [part for part in TENSOR_PARTS if part in wanted])
+    _tell_conversions(folder, tensors, table)
     if tensors:
         dcp_format.read_tensors(folder, tensors, group)
     return {
@@ -155,15 +184,15 @@ def read_checkpoint(
     }
 
 
-def _compare(folder: Path, live: dict[str, Tensor], stored: dict[str, Any], parts: list[str]) -> None:
+def _compare(folder: Path, live: dict[str, list[int]], stored: dict[str, Any], parts: list[str]) -> None:
     """Names and shapes must agree; a checkpoint that does not fit is not skipped but reported."""
     relevant = {name: facts for name, facts in stored.items() if name.split(".", 1)[0] in parts}
     problems = [f"{name} is not in the checkpoint" for name in sorted(set(live) - set(relevant))]
     problems += [f"{name} is not in this run" for name in sorted(set(relevant) - set(live))]
     problems += [
-        f"{name} is {tuple(relevant[name][0])} in the checkpoint and {tuple(tensor.shape)} in this run"
-        for name, tensor in live.items()
-        if name in relevant and relevant[name][0] != tensor.shape
+        f"{name} is {tuple(relevant[name][0])} in the checkpoint and {tuple(shape)} in this run"
+        for name, shape in live.items()
+        if name in relevant and list(relevant[name][0]) != shape
     ]
     if problems:
         more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
@@ -172,7 +201,10 @@ def _compare(folder: Path, live: dict[str, Tensor], stored: dict[str, Any], part
             "config.toml with this run's [model], [optimizer] and [training], or leave a part out with "
             "checkpoint.exclude_from_loading."
         )
-    converted = [name for name, tensor in live.items() if relevant[name][1] != tensor.dtype]
+
+
+def _tell_conversions(folder: Path, live: dict[str, Tensor], stored: dict[str, Any]) -> None:
+    converted = [name for name, tensor in live.items() if stored[name][1] != tensor.dtype]
     if converted:
         first = converted[0]
         logger.warning(
@@ -180,7 +212,7 @@ def _compare(folder: Path, live: dict[str, Tensor], stored: dict[str, Any], part
             len(converted),
             folder,
             first,
-            relevant[first][1],
+            stored[first][1],
             live[first].dtype,
         )
 
@@ -189,7 +221,8 @@ def read_foreign_weights(path: Path, model: dict[str, Any], group: ProcessGroup)
     """Fill the model's tensors from a safetensors file or folder; every rank fails if one does."""
     tensors = _named(model)
     tied = on_main(group, lambda: safetensors_format.find_aliases(tensors))
-    _together(lambda: safetensors_format.read_weights(path, tensors, tied), group)
+    known = everywhere(dict.fromkeys(tensors), group)
+    _together(lambda: safetensors_format.read_weights(path, tensors, tied, known), group)
 
 
 def read_huggingface_weights(
@@ -197,7 +230,9 @@ def read_huggingface_weights(
 ) -> None:
     """Fill the model's tensors from the folder of a Hugging Face model; every rank fails if one does."""
     show = dist.get_rank(group) == 0
-    _together(lambda: huggingface.read_huggingface(path, _named(model), form, show), group)
+    tensors = _named(model)
+    known = everywhere(dict.fromkeys(tensors), group)
+    _together(lambda: huggingface.read_huggingface(path, tensors, form, show, known), group)
 
 
 def _named(model: dict[str, Any]) -> dict[str, Tensor]:

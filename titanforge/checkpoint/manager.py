@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver as dcp
@@ -18,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from titanforge.checkpoint import huggingface, json_state, layout, loading, safetensors_format
 from titanforge.checkpoint.dcp_format import MarkedWriter, explain
 from titanforge.checkpoint.layout import CheckpointError
-from titanforge.checkpoint.loading import RANK_PARTS, TENSOR_PARTS, on_main
+from titanforge.checkpoint.loading import RANK_PARTS, TENSOR_PARTS, distinct, on_main
 from titanforge.checkpoint.staging import HostStager
 
 logger = logging.getLogger(__name__)
@@ -145,6 +147,10 @@ class CheckpointManager:
         if step == self._saved_step:
             return False
         tensors, shared, own = _split(state() if callable(state) else state)
+        for part in TENSOR_PARTS:  # of which pipeline stages hold different entries
+            if part in shared:
+                held = distinct(shared[part], self._group).values()
+                shared[part] = functools.reduce(json_state.merge, held)
         final = layout.step_folder(self.folder, step)
         written = layout.temporary(final)
         on_main(self._group, lambda: _make_empty(written))
@@ -224,6 +230,33 @@ class CheckpointManager:
             )
         return HostStager(pin=pinned and on_gpu)
 
+    def _with_others(self, own: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """All weights by name, on meta if this rank has none of it; and the first rank that holds each."""
+        facts = {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in own.items()}
+        tensors, holders = {}, {}
+        for rank, held in distinct(facts, self._group).items():
+            for name, (shape, dtype) in held.items():
+                if name not in holders:
+                    holders[name] = rank
+                    there = own.get(name)
+                    empty = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                    tensors[name] = empty if there is None else there
+        return tensors, holders
+
+    def _whole_on_main(
+        self, exporter: safetensors_format.Exporter, tensor: Tensor, holder: int
+    ) -> Tensor | None:
+        """A whole weight in host memory on rank 0, None elsewhere; on meta: other ranks hold it."""
+        whole = None if tensor.is_meta else exporter.gather(tensor)
+        rank = self._runtime.rank
+        if holder != 0 and rank == holder:
+            assert whole is not None
+            dist.send(whole, group=self._group, group_dst=0)
+        elif holder != 0 and rank == 0:
+            whole = torch.empty(tensor.shape, dtype=exporter.stored_dtype(tensor))
+            dist.recv(whole, group=self._group, group_src=holder)
+        return whole if rank == 0 else None
+
     def _export(self, step: int, state: State) -> None:
         """Weights alone, as safetensors in ``export-step-N``; gathered tensor by tensor."""
         tensors: dict[str, Tensor] = {}
@@ -231,6 +264,7 @@ class CheckpointManager:
         tensors = {name.removeprefix("."): tensor for name, tensor in tensors.items()}
         aliases = on_main(self._group, lambda: safetensors_format.find_aliases(tensors))
         form = self._form if self.settings.last_save_in_hf else None
+        tensors, holders = self._with_others(tensors)
         if form is not None:
             tensors, aliases = {name: tensors[name] for name in form.sources()}, {}
         final = layout.export_folder(self.folder, step)
@@ -244,8 +278,9 @@ class CheckpointManager:
         for index, members in enumerate(plan):
             batch: dict[str, Tensor] = {}
             for name in members:
-                whole = exporter.gather(tensors[name])  # on every rank, also after a failed write
-                if self._runtime.rank == 0:
+                # On every rank, also after a failed write.
+                whole = self._whole_on_main(exporter, tensors[name], holders[name])
+                if whole is not None:
                     batch |= huggingface.to_huggingface(name, whole, form) if form else {name: whole}
             if self._runtime.rank == 0 and failure is None:
                 try:

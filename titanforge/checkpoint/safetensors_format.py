@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -62,7 +62,7 @@ class Exporter:
         for name, tensor in tensors.items():
             if name in aliases:
                 continue
-            width = self._stored_dtype(tensor).itemsize
+            width = self.stored_dtype(tensor).itemsize
             if files[-1] and size + tensor.numel() * width > SHARD_BYTES:
                 files.append([])
                 size = 0
@@ -72,11 +72,12 @@ class Exporter:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The whole tensor in host memory; collective over a DTensor's mesh."""
-        tensor = tensor.detach().to(self._stored_dtype(tensor))
+        tensor = tensor.detach().to(self.stored_dtype(tensor))
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return full.to("cpu", copy=True).contiguous()
 
-    def _stored_dtype(self, tensor: Tensor) -> torch.dtype:
+    def stored_dtype(self, tensor: Tensor) -> torch.dtype:
+        """What a tensor is written as."""
         return self.dtype if tensor.is_floating_point() else tensor.dtype
 
     def write(
@@ -103,11 +104,14 @@ def weight_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
 
-def read_weights(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+def read_weights(
+    path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str], known: Collection[str] = ()
+) -> None:
     """Fill ``tensors`` in place from safetensors; each rank reads its own shards alone. Not collective.
 
     Args:
         tied: ``find_aliases(tensors)`` of the main rank; a file may leave those names out.
+        known: names of the model that other ranks hold.
 
     Raises:
         ValueError: names or shapes differ, or a name is in two files; the message says which.
@@ -124,7 +128,7 @@ def read_weights(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, s
     aliases = {n: o for n, o in {**tied, **known_aliases}.items() if n not in sources}
     wanted = {name: aliases.get(name, name) for name in tensors}
     missing = sorted(name for name, source in wanted.items() if source not in sources)
-    unexpected = sorted(set(sources) - set(wanted.values()) - set(tensors))
+    unexpected = sorted(set(sources) - set(wanted.values()) - set(tensors) - set(known))
     if missing or unexpected:
         raise ValueError(
             f"{path} does not fit this model. Missing: {_some(missing)}. Not of this model: "

@@ -23,6 +23,11 @@ class Dependence(NamedTuple):
 
 
 _NOT_THIS_POLICY = "this sync.policy does not read it"
+_STAGES = (
+    "parallelism.pipeline_parallel_layers_per_stage",
+    "parallelism.pipeline_parallel_first_stage_less_layers",
+    "parallelism.pipeline_parallel_last_stage_less_layers",
+)
 _FILE_DATASETS = {"python_stdlib", "text", "jsonl", "parquet"}
 
 
@@ -76,6 +81,21 @@ DEPENDENCES = (
         ),
         lambda config, device: config.sync.policy != "every_step",
         "sync.policy is every_step: there are no local steps",
+    ),
+    Dependence(
+        (
+            "parallelism.pipeline_parallel_schedule",
+            "parallelism.pipeline_parallel_microbatch_size",
+            *_STAGES,
+            "parallelism.module_fqns_per_model_part",
+        ),
+        lambda config, device: config.parallelism.pipeline_parallel_degree > 1,
+        "parallelism.pipeline_parallel_degree is 1",
+    ),
+    Dependence(
+        _STAGES,
+        lambda config, device: config.parallelism.module_fqns_per_model_part is None,
+        "parallelism.module_fqns_per_model_part names the stages",
     ),
     Dependence(
         ("parallelism.context_parallel_method",),

@@ -20,15 +20,8 @@ def check_ranks(config: JobConfig, world_size: int) -> int:
         ConfigError: naming the key, its value and what would fit.
     """
     parallelism = config.parallelism
-    if parallelism.pipeline_parallel_degree > 1:
-        raise refusal(
-            config,
-            "parallelism.pipeline_parallel_degree",
-            "pipeline parallelism is not available yet: set it to 1 and spread the model with"
-            " parallelism.data_parallel_shard_degree",
-        )
     left, taken = world_size, ""
-    for name in ("tensor_parallel", "context_parallel", "data_parallel_replicate"):
+    for name in ("pipeline_parallel", "tensor_parallel", "context_parallel", "data_parallel_replicate"):
         path = f"parallelism.{name}_degree"
         degree = schema.get_value(config, path)
         if left % degree:
@@ -64,8 +57,10 @@ def check_ranks(config: JobConfig, world_size: int) -> int:
             "reads whole layers, which parallelism.expert_parallel_degree above 1 splits: use one of"
             f" {', '.join(sorted(COORDINATE_RULES))}",
         )
-    if world_size > left * parallelism.data_parallel_replicate_degree:
+    if parallelism.tensor_parallel_degree * parallelism.context_parallel_degree > 1:
         _check_split_sequences(config)
+    if parallelism.pipeline_parallel_degree > 1:
+        _check_pipeline(config)
     return parallelism.data_parallel_replicate_degree * left
 
 
@@ -110,4 +105,42 @@ def _check_split_sequences(config: JobConfig) -> None:
                 path,
                 "is not available with parallelism.tensor_parallel_degree or context_parallel_degree above 1:"
                 f" set it to {show(wanted)}",
+            )
+
+
+def _check_pipeline(config: JobConfig) -> None:
+    """What does not work with pipeline stages; whether the model can be cut is for its own sizes to tell."""
+    schedule = config.parallelism.pipeline_parallel_schedule
+    degree = f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}"
+    splits_backward = schedule.lower().endswith("zerobubble")
+    if config.forge.enable:
+        why = (
+            f'schedule "{schedule}" runs a custom backward twice'
+            if splits_backward
+            else "several micro-batches are in flight"
+        )
+        raise refusal(
+            config,
+            "forge.enable",
+            f"is not available with {degree}: updates happen inside backward, and {why}: set it to false",
+        )
+    for path, wanted in (
+        ("training.enable_cpu_offload", False),
+        ("sync.policy", "every_step"),
+        ("sync.reduce", "gradients"),
+    ):
+        if schema.get_value(config, path) != wanted:
+            raise refusal(config, path, f"is not available with {degree}: set it to {show(wanted)}")
+    if not splits_backward:
+        return
+    for path, wanted, why in (
+        ("compile.enable", False, "compiled blocks form both gradients at once"),
+        ("parallelism.fsdp_reshard_after_forward", "never", "weights must still be there"),
+    ):
+        if schema.get_value(config, path) not in (wanted, schema.all_keys()[path].default):
+            raise refusal(
+                config,
+                path,
+                f'schedule "{schedule}" forms gradients of weights apart from those of inputs, and {why}: set'
+                f' it to {show(wanted)}, or take parallelism.pipeline_parallel_schedule = "Interleaved1F1B"',
             )

@@ -341,11 +341,28 @@ class Parallelism:
     data_parallel_shard_degree: int = -1
     """Ranks that shard weights, gradients and states (FSDP2); -1: what the others leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered weights after forward. `default`: always."""
+    """Free gathered weights after forward. `default`: always; but never under a pipeline, whose micro-batches
+    would gather them each time."""
     tensor_parallel_degree: int = 1
     """Tensor-parallel ranks (1: off)."""
     pipeline_parallel_degree: int = 1
-    """Pipeline stages (1: off)."""
+    """Pipeline-parallel ranks: each holds a run of the blocks, or several (1: off)."""
+    pipeline_parallel_schedule: str = "1F1B"
+    """`GPipe`, `1F1B`, `Interleaved1F1B`, `InterleavedZeroBubble` or `ZBVZeroBubble`. The last three have two
+    stages on a rank or more."""
+    pipeline_parallel_microbatch_size: int = 1
+    """Sequences of a micro-batch; training.local_batch_size is cut into such."""
+    pipeline_parallel_layers_per_stage: int | None = None
+    """Blocks of a stage, which decides how many stages a rank has; default: one stage, or two where the
+    schedule has several."""
+    pipeline_parallel_first_stage_less_layers: int | None = None
+    """As how many blocks the embedding counts when blocks are dealt to stages; default: by its weights (with
+    pipeline_parallel_layers_per_stage: 1)."""
+    pipeline_parallel_last_stage_less_layers: int | None = None
+    """As how many blocks the final norm and the head count; default as above."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """Modules of each stage by name, in place of all that: `[["tok_embeddings", "layers.0"], ["layers.1",
+    "norm", "output"]]`."""
     context_parallel_degree: int = 1
     """Ranks that share one sequence (1: off)."""
     context_parallel_method: Literal["ring", "ulysses"] = "ring"

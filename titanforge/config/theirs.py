@@ -22,7 +22,7 @@ class ForeignKey:
 _QUANTIZE = (
     "training in float8 or MX formats is not available; training.mixed_precision_param sets the compute dtype"
 )
-_PIPELINE = "pipeline stages are not available; leave parallelism.pipeline_parallel_degree = 1"
+_SCHEDULE = "schedules are taken by name, parallelism.pipeline_parallel_schedule"
 _EXPERT_TENSOR = "experts are shared whole, by parallelism.expert_parallel_degree ranks; leave this at 1"
 _EXPERT_BACKEND = "tokens travel by all-to-alls of torch.distributed; leave this out"
 _FAULT_TOLERANCE = (
@@ -58,14 +58,8 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     "parallelism.enable_async_tensor_parallel": ForeignKey(
         "collectives of parallelism.tensor_parallel_degree are not overlapped with matrix products", (False,)
     ),
-    "parallelism.module_fqns_per_model_part": ForeignKey(_PIPELINE),
-    "parallelism.pipeline_parallel_first_stage_less_layers": ForeignKey(_PIPELINE),
-    "parallelism.pipeline_parallel_last_stage_less_layers": ForeignKey(_PIPELINE),
-    "parallelism.pipeline_parallel_layers_per_stage": ForeignKey(_PIPELINE),
-    "parallelism.pipeline_parallel_schedule": ForeignKey(_PIPELINE),
-    "parallelism.pipeline_parallel_schedule_csv": ForeignKey(_PIPELINE),
-    "parallelism.pipeline_parallel_microbatch_size": ForeignKey(_PIPELINE),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": ForeignKey(_PIPELINE),
+    "parallelism.pipeline_parallel_schedule_csv": ForeignKey(_SCHEDULE, (None, "none", "")),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": ForeignKey(_SCHEDULE),
     "parallelism.context_parallel_load_balancer": ForeignKey(
         'parallelism.context_parallel_method = "ring" always deals chunks from both ends of a sequence'
     ),

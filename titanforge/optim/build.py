@@ -78,16 +78,22 @@ class OptimizerOptions(Protocol):
 
 
 def build_optimizer(
-    model: nn.Module, options: OptimizerOptions, training_dtype: str, *, seed: int = 0
+    model: nn.Module,
+    options: OptimizerOptions,
+    training_dtype: str,
+    *,
+    seed: int = 0,
+    partial: bool = False,
 ) -> RuleOptimizer | TorchOptimizer:
     """The optimizer of a model that has its memory, and its weights if there are master weights.
 
     options: the `[optimizer]` section.
     training_dtype: how weights are stored, `float32` or `bfloat16`.
     seed: of stochastic rounding.
+    partial: this is a part of the model; see `build_groups`.
     Raises ValueError, naming the key, for a combination that is not possible.
     """
-    groups = build_groups(model, options)
+    groups = build_groups(model, options, partial=partial)
     recipe = build_recipe(options, training_dtype)
     if options.implementation == "native":
         return RuleOptimizer(groups, recipe, seed=seed, captured=install_hooks(model, groups))
@@ -114,8 +120,14 @@ def build_recipe(options: OptimizerOptions, training_dtype: str) -> Recipe:
     return Recipe(options.state_dtype, options.master_weights)
 
 
-def build_groups(model: nn.Module, options: OptimizerOptions) -> list[ParamGroupSpec]:
-    """The parameter groups alone, also for a model on meta: for printing them without memory."""
+def build_groups(
+    model: nn.Module, options: OptimizerOptions, *, partial: bool = False
+) -> list[ParamGroupSpec]:
+    """The parameter groups alone, also for a model on meta: for printing them without memory.
+
+    partial: of a part of the model, where a pattern of `optimizer.param_groups` need not own a weight; check
+        the whole model's groups first.
+    """
     _check_ranges(options)
     scalar = options.scalar
     main_rule = build_rule(
@@ -134,7 +146,9 @@ def build_groups(model: nn.Module, options: OptimizerOptions) -> list[ParamGroup
         beside = RuleOptions(rule, _values(scalar, lr, options.momentum), "optimizer.scalar")
     named, roles = named_trainable_parameters(model)
     parts = matrix_parts(model, options.per_head)
-    return build_param_groups(named, main, options.param_groups, scalar=beside, roles=roles, parts=parts)
+    return build_param_groups(
+        named, main, options.param_groups, scalar=beside, roles=roles, parts=parts, partial=partial
+    )
 
 
 def shard_dims(groups: Sequence[ParamGroupSpec], shards: int) -> dict[int, int]:

@@ -136,6 +136,7 @@ def build_param_groups(
     scalar: RuleOptions | None = None,
     roles: Mapping[str, Role] | None = None,
     parts: Mapping[str, int] | None = None,
+    partial: bool = False,
 ) -> list[ParamGroupSpec]:
     """Deal the parameters to groups of one rule and one set of options.
 
@@ -144,7 +145,7 @@ def build_param_groups(
     groups: patterns searched in the full name; the first that matches wins, and overrides the options it
         states. A stated weight decay holds for norms, biases and embeddings too.
     roles: role by name; default from the name alone. parts: by name, of weights made of several matrices
-        (`matrix_parts`); for rules of matrices.
+        (`matrix_parts`); for rules of matrices. partial: a pattern may own nothing.
     Raises ValueError for a pattern that is no regular expression, that owns nothing, or that states an option
     which the rule of one of its weights does not have; for a parameter given twice; and for no parameters.
     """
@@ -185,7 +186,7 @@ def build_param_groups(
     if not specs:
         raise ValueError("the model has no trainable parameter")
     for index, group in enumerate(groups):
-        if not owned[index]:
+        if not owned[index] and not partial:
             why = (
                 f"matches {matched[index]} parameter(s), but earlier groups own them all: move it up"
                 if matched[index]

@@ -12,6 +12,9 @@ QWEN_MOE = {
     "model__name": "qwen3", "model__flavor": "debugmodel_moe", "model__n_heads": 4, "model__n_kv_heads": 4,
     "model__head_dim": 16, "model__n_experts": 4, "model__n_experts_per_token": 2,
 }  # fmt: skip
+BATCH = {"training__local_batch_size": 4}
+PIPELINE = {"parallelism__pipeline_parallel_degree": 2, **BATCH}
+ZERO_BUBBLE = {**PIPELINE, "model__n_layers": 4, "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}
 MISTAKES = [  # what is set; what the line says
     ({"parallelism__tensor_parallel_degree": 3}, "tensor_parallel_degree = 3: does not divide the number"),
     (
@@ -54,7 +57,32 @@ MISTAKES = [  # what is set; what the line says
         "training.seq_len = 60: must be a multiple of 8",
     ),
     ({"parallelism__tensor_parallel_degree": 2, "optimizer__name": "Muon"}, 'optimizer.name = "Muon"'),
-    ({"parallelism__pipeline_parallel_degree": 2}, "parallelism.pipeline_parallel_degree = 2"),
+    (
+        {"parallelism__pipeline_parallel_degree": 3},
+        "pipeline_parallel_degree = 3: does not divide the number",
+    ),
+    ({"parallelism__pipeline_parallel_degree": 4, **BATCH}, "makes 4 stages, but the model has 2 layers"),
+    (
+        {**PIPELINE, "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"},
+        "makes 4 stages, but the model has 2 layers",
+    ),
+    ({**PIPELINE, "training__local_batch_size": 1}, "makes 1 micro-batches, fewer than"),
+    (
+        {**PIPELINE, "parallelism__pipeline_parallel_microbatch_size": 3},
+        "does not divide training.local_batch",
+    ),
+    ({**PIPELINE, "parallelism__pipeline_parallel_schedule": "2F2B"}, "must be one of GPipe, 1F1B"),
+    ({**PIPELINE, "parallelism__module_fqns_per_model_part": '[["norm"], ["output"]]'}, "is in no stage"),
+    ({**PIPELINE, "model__name": "gpt2", "model__n_kv_heads": None}, "tied weights"),
+    ({**PIPELINE, **QWEN_MOE}, "a model with experts (model.n_experts = 4) takes 1"),
+    ({**PIPELINE, "forge__enable": True}, "forge.enable = true: is not available with parallelism.pipeline"),
+    (
+        {**ZERO_BUBBLE, "forge__enable": True},
+        'schedule "ZBVZeroBubble" runs a custom backward twice',
+    ),
+    ({**ZERO_BUBBLE, "compile__enable": True}, "compile.enable = true: schedule"),
+    ({**ZERO_BUBBLE, "parallelism__fsdp_reshard_after_forward": "always"}, "weights must still be there"),
+    ({**PIPELINE, "sync__policy": "rmmc"}, 'sync.policy = "rmmc": is not available with'),
 ]
 
 

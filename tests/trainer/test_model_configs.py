@@ -17,6 +17,8 @@ from titanforge.trainer import Trainer
 SIZED_FOR = {
     "debug_model_moe": (2, 2),
     "debug_model_moe_ep": (2, 2),
+    "debug_model_pp": (2, 2),
+    "llama3_70b_pp": (32, 80),
     "qwen3_0.6b": (1, 80),
     "qwen3_1.7b": (1, 80),
     "qwen3_4b": (8, 80),
@@ -44,7 +46,9 @@ FOLDER = REPOSITORY / "train_configs"
 
 
 def test_every_file_of_these_families_is_listed():
-    stems = {path.stem for path in FOLDER.glob("*.toml") if re.match("qwen3|gpt2|debug_model_", path.stem)}
+    stems = {
+        path.stem for path in FOLDER.glob("*.toml") if re.match("qwen3|gpt2|debug_model_|.*_pp$", path.stem)
+    }
     assert stems == set(SIZED_FOR)
 
 
@@ -61,7 +65,7 @@ def test_dry_run_fits_the_gpus_that_the_file_names(stem):
     told = re.search(r"#   estimated +([\d.]+)", path.read_text())
     assert told is None or float(told[1]) == pytest.approx(float(total), abs=0.06)
     if gib > 2:
-        words = {1: "one", 8: "eight", 16: "sixteen", 64: "sixty-four"}
+        words = {1: "one", 8: "eight", 16: "sixteen", 32: "thirty-two", 64: "sixty-four"}
         assert re.search(rf"Sized for {words[ranks]} {gib} GiB GPU", head)
 
 

@@ -47,7 +47,7 @@ def degrees(layout: str) -> dict[str, int | str]:
 
 def accepted(argv: list[str], ranks: int) -> bool:
     try:
-        config = load_config([*argv, "--training.seq_len=1024", "--training.local_batch_size=1"])
+        config = load_config([*argv, "--training.seq_len=1024", "--training.local_batch_size=4"])
         validate_config(config, ranks, "cuda")
         check_model(config, build_dims(config, ranks))
     except ValueError:
@@ -72,7 +72,13 @@ def test_each_layout_is_taken_or_refused_as_written(row):
 
 
 def test_what_works_is_trained_in_a_test():
-    names = {"tensor": "tp", "context": "cp", "data_replicate": "dp_replicate", "expert": "ep"}
+    names = {
+        "tensor": "tp",
+        "context": "cp",
+        "data_replicate": "dp_replicate",
+        "expert": "ep",
+        "pipeline": "pp",
+    }
     trained = []
     for ranks, axes in [*LAYOUTS.values(), *EXPERT_LAYOUTS.values()]:
         sizes = {names[axis]: size for axis, size in axes.items() if axis in names}
@@ -87,9 +93,9 @@ def test_what_works_is_trained_in_a_test():
             assert degrees(row[0]) in trained, row[0]
 
 
-@pytest.mark.parametrize("axis", ["tp 2", "cp 2"])
+@pytest.mark.parametrize(("axis", "column"), [("tp 2", 1), ("cp 2", 1), ("pp 2", 2)])
 @pytest.mark.parametrize("row", table("beside it")[1:], ids=lambda row: row[0])
-def test_each_option_is_taken_or_refused_as_written(row, axis):
+def test_each_option_is_taken_or_refused_as_written(row, axis, column):
     key, value = re.fullmatch(r"`([\w.]+) = \"?([\w]+)\"?`", row[0]).groups()
     argv = [f"--parallelism.{name}={size}" for name, size in degrees(axis).items()]
     assert accepted([*argv, "--parallelism.data_parallel_replicate_degree=2"], 4)
@@ -98,4 +104,4 @@ def test_each_option_is_taken_or_refused_as_written(row, axis):
         argv.append("--checkpoint.folder=nowhere")
     if key == "forge.enable":
         argv.append("--forge.clip=lagged")
-    assert accepted(argv, 4) == (row[1] == "yes")
+    assert accepted(argv, 4) == (row[column] == "yes")

@@ -243,12 +243,6 @@ def _check_forge_ranks(config: JobConfig, world_size: int) -> None:
     """Fused replicas sum gradients at every step, and a rank must know when a gradient of its is complete."""
     if world_size == 1:
         return
-    if config.parallelism.pipeline_parallel_degree > 1:
-        raise refusal(
-            config,
-            "parallelism.pipeline_parallel_degree",
-            "forge.enable = true does not run in pipelines as yet: set it to 1, or forge.enable = false",
-        )
     replicas = config.parallelism.data_parallel_replicate_degree > 1
     for path, only in (("sync.policy", "every_step"), ("sync.reduce", "gradients")) if replicas else ():
         if schema.get_value(config, path) != only:

@@ -28,7 +28,7 @@ from scripts.bench.harness import machine_facts, markdown_table, write_report
 from scripts.exactness import experts, layouts, one_rank, resharding  # noqa: F401  they enter their gates
 from scripts.exactness.registry import GATES, Gate, Reading, World
 from titanforge.config.sections import Comm
-from titanforge.parallelisms import init_distributed
+from titanforge.parallelisms import init_distributed, set_determinism
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,6 +95,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     runtime = init_distributed(Comm(init_timeout_seconds=120, train_timeout_seconds=120), device)
+    # Attention and others may sum in an order that changes from run to run; only equal sums can be compared.
+    set_determinism(3, True, True, runtime.device)
     world = World(runtime, args.full)
     outcomes = []
     for name in args.gates:
@@ -118,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{''.join(f' {name}' for name in failed)}, {len(skipped)} skipped, {seconds:.0f} s"
         )
         print(json.dumps({"passed": good, "failed": failed, "skipped": skipped}))
+    torch.use_deterministic_algorithms(False)
     runtime.close()
     return 0 if good else 1
 

@@ -21,7 +21,7 @@ from tests.trainer.runs import (
     write_corpus,
 )
 from titanforge.config.sections import Comm
-from titanforge.forge.hooked import HookedSink
+from titanforge.forge import engine, hooked
 from titanforge.parallelisms import init_distributed
 
 REPLICAS = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
@@ -39,6 +39,7 @@ def run(folder: Path, corpus: Path, **more: Any) -> list[str]:
         "checkpoint__enable": True,
         "data__validation_fraction": 0,
         "sync__bucket_mib": 0.02,
+        "activation_checkpoint__mode": "full",
     }
     return argv(folder, corpus, **(keys | more))
 
@@ -88,23 +89,36 @@ def bad_loss_on_one_rank(world: World, layout: Layout) -> None:
     run.close()
 
 
+def flush_to(consume: Any) -> Any:
+    def flush(self: hooked.ArrivalQueue) -> None:
+        waiting = list(self._waiting)
+        self.clear()
+        consume(waiting)
+
+    return flush
+
+
 def gradients_are_gone(world: World, layout: Layout) -> None:
     """When backward is over no weight has a gradient, and while it runs only what has just arrived."""
     config = job(world, layout)
     config.sync.bucket_mib = 0.01
     run = Run(world, config, fused)
     alive: list[int] = []
-    update = HookedSink._consume_local
+    consumed: list[str] = []
 
-    def look(self: HookedSink, gradient: Any) -> None:
-        alive.append(sum(param.grad is not None for param in run.model.parameters()))
-        update(self, gradient)
+    def look(arrived: Any) -> None:
+        consumed.extend(sink.name for sink, _ in arrived)
+        waiting = sum(param.grad is not None for param in run.model.parameters())
+        alive.append(waiting + len(arrived))
+        hooked.consume(arrived)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HookedSink, "_consume_local", look)
+        patch.setattr(hooked.ArrivalQueue, "LIMIT", 2000)
+        patch.setattr(engine, "consume", look)
+        patch.setattr(hooked.ArrivalQueue, "flush", flush_to(look))
         run.train(0, 1)
     weights = list(run.model.parameters())
-    assert len(alive) == len(weights)
+    assert len(consumed) == len(set(consumed)) == len(weights)
     assert max(alive) < len(weights) / 2
     assert all(param.grad is None for param in weights)
     run.close()

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from titanforge.forge.clip import LaggedClip
 from titanforge.forge.coverage import Covered
 from titanforge.forge.head import HeadSink
-from titanforge.forge.hooked import HookedSink, Ranks, total_square
+from titanforge.forge.hooked import ArrivalQueue, HookedSink, Ranks, consume, total_square
 from titanforge.forge.modules import fuse_module, restore_module
 from titanforge.forge.ops import register_sink
 from titanforge.forge.plan import Kind, ParamPlan
@@ -69,6 +69,7 @@ class ForgeOptimizer(RuleOptimizer):
         self._hyper = [_hyper_of(table) for table in self._table.tables()]
         self._sinks: dict[str, Sink] = {}
         self._by_param: dict[int, HookedSink] = {}
+        self._queue = ArrivalQueue()
         self._hooks: list[RemovableHandle] = []
         self._modules: list[nn.Module] = []
         self._fuse(covered)
@@ -105,25 +106,22 @@ class ForgeOptimizer(RuleOptimizer):
                 self._modules.append(owners[0].module)
 
     def _hook(self, sink: HookedSink, param: nn.Parameter) -> None:
-        sink.param = param
+        sink.param, sink.queue = param, self._queue
         self._by_param[id(param)] = sink
         # Between replicas the sync policy hands over what it has reduced: see `take_reduced`.
         if "dp_replicate" not in sink.plan.reduce_axes:
             self._hooks.append(param.register_post_accumulate_grad_hook(sink.arrived))
 
-    def take_reduced(self, param: Tensor, gradient: Tensor) -> bool:
-        """A gradient summed over replicas, of the weight's local shape; False if the weight's ordinary update
-        is to find it in `.grad`.
-        """
-        sink = self._by_param.get(id(param))
-        if sink is None:
-            return False
-        sink.reduced(gradient)
-        return True
-
     def takes(self, param: Tensor) -> bool:
-        """Whether `take_reduced` will consume this weight's gradient."""
+        """Whether `take_reduced` consumes this weight's gradient."""
         return id(param) in self._by_param
+
+    def take_reduced(self, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Weights with their gradients summed over replicas, of their local shapes, all at once."""
+        sinks = [(self._by_param[id(param)], gradient) for param, gradient in arrived]
+        for sink, _ in sinks:
+            sink.reduced()
+        consume(sinks)
 
     def detach(self) -> None:
         """Give the model its ordinary forwards back; the optimizer then has its states and no more use."""
@@ -160,6 +158,7 @@ class ForgeOptimizer(RuleOptimizer):
         self.prepare_step()
         self._clock.index = -1
         self._clock.running = False
+        self._queue.clear()
         for sink in self._sinks.values():
             sink.forget()
 
@@ -280,6 +279,7 @@ class ForgeOptimizer(RuleOptimizer):
             self._finished = True
             for sink in self._sinks.values():
                 sink.finish()
+            self._queue.flush()
 
     def _items(self, family: Family) -> list[LocalWeight]:
         return [

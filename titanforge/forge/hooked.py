@@ -7,8 +7,8 @@ reduction have added it all up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from titanforge.forge.sinks import Sink
+from titanforge.forge.sinks import Sink, choose_scales
+from titanforge.optim.local_update import update_elementwise, update_layers, update_state_global
+from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule
 from titanforge.optim.states import local_tensor
 
 
@@ -53,11 +55,12 @@ class Ranks:
 
 @dataclass(eq=False)
 class HookedSink(Sink):
-    """The sink of a weight that is handed its whole gradient, or its shard of it. Set `param` after it is
-    made.
+    """The sink of a weight that is handed its whole gradient, or its shard of it. Set `param` and `queue`
+    after it is made.
     """
 
     param: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.empty(0)))
+    queue: ArrivalQueue | None = None
 
     def arrived(self, param: Tensor) -> None:
         """As a hook after accumulation: of the last micro-batch, consume `.grad` and drop it."""
@@ -65,12 +68,12 @@ class HookedSink(Sink):
         if self.clock.last:
             self._take_gradient()
 
-    def reduced(self, gradient: Tensor) -> None:
-        """A summed gradient of the weight's local shape."""
+    def reduced(self) -> None:
+        """Note that a summed gradient is here."""
         if not self.clock.running:
             self.begin()  # raises
         self.touched += 1
-        self._consume_local(gradient)
+        self.done = True
 
     def finish(self) -> None:
         """A weight that the last micro-batch passed by has what the others left, or no gradient at all."""
@@ -83,19 +86,75 @@ class HookedSink(Sink):
         self._norms.clear()
 
     def _take_gradient(self) -> None:
-        gradient = self.param.grad
-        self.param.grad = None
-        self._consume_local(None if gradient is None else local_tensor(gradient))
-
-    @torch.no_grad()
-    def _consume_local(self, gradient: Tensor | None) -> None:
+        assert self.queue is not None
+        gradient, self.param.grad, self.done = self.param.grad, None, True
         shape = local_tensor(self.param).shape
-        if gradient is None:
-            gradient = torch.zeros(shape, device=self.clock.rng.device)
-        if shape.numel() == 0:  # a shard of nothing
-            self._norms, self.done = {}, True
-            return
-        self.update_whole(gradient)
+        if gradient is not None:
+            self.queue.add(self, local_tensor(gradient))
+        else:
+            self.queue.add(self, torch.zeros(shape, device=self.clock.rng.device))
+
+
+class ArrivalQueue:
+    """Gradients that have arrived, a few megabytes of them: one launch updates many small weights.
+
+    What FSDP2 hands over was reduced on a stream of its own, which is current in its hooks; the backward pass
+    ends with the default stream behind it, so the rest is safe to consume there.
+    """
+
+    LIMIT = 2**24
+    """Elements at which the queue is emptied."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[HookedSink, Tensor]] = []
+        self._elements = 0
+
+    def add(self, sink: HookedSink, gradient: Tensor) -> None:
+        self._waiting.append((sink, gradient))
+        self._elements += gradient.numel()
+        if self._elements >= self.LIMIT:
+            self.flush()
+
+    def flush(self) -> None:
+        waiting, self._waiting, self._elements = self._waiting, [], 0
+        consume(waiting)
+
+    def clear(self) -> None:
+        """Drop what a step has left behind that will not be finished."""
+        self._waiting, self._elements = [], 0
+
+
+@torch.no_grad()
+def consume(arrived: Sequence[tuple[HookedSink, Tensor]]) -> None:
+    """A and U (A alone where U is deferred) of weights from their summed gradients, of local shapes."""
+    by_rule: dict[int, list[tuple[HookedSink, Tensor]]] = {}
+    for sink, gradient in arrived:
+        sink.keep_norms(set())
+        if gradient.numel():  # a shard of nothing has nothing to do
+            by_rule.setdefault(id(sink.hyper), []).append((sink, gradient))
+    for members in by_rule.values():
+        gradients = [gradient for _, gradient in members]
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        for (sink, _), norm in zip(members, norms):
+            sink.note_square(norm * norm)
+        items = [replace(sink.item(), gradient=gradient) for sink, gradient in members]
+        first, clock = members[0][0], members[0][0].clock
+        rule, table = first.rule, first.hyper.table
+        if isinstance(rule, LocalStateRule):
+            if clock.observe:
+                update_elementwise(rule, items, table, clock.rng, clock.nonfinite, observe=True)
+                for item in items:
+                    choose_scales(item.states)
+            update_elementwise(rule, items, table, clock.rng, clock.nonfinite)
+        if isinstance(rule, ElementwiseRule):
+            continue
+        at_once = [item for (sink, _), item in zip(members, items) if not sink.plan.deferred]
+        for row in sorted({item.hyper_row for item in at_once}):
+            of_row = [item for item in at_once if item.hyper_row == row]
+            if isinstance(rule, StateGlobalRule):
+                update_state_global(rule, of_row, table[row], clock.rng, clock.nonfinite)
+            else:
+                update_layers(rule, of_row, table[row])
 
 
 def total_square(parts: Iterable[tuple[Tensor, list[Tensor]]], ranks: Ranks, device: torch.device) -> Tensor:

@@ -193,12 +193,12 @@ class Sink:
         """A and U (A alone where U is deferred) from a complete gradient that lies in memory."""
         self.done = True
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        self._norms = {0: (norm * norm).reshape(1)}
+        self.note_square(norm * norm)
         item, table = replace(self.item(), gradient=gradient), self.hyper.table
         if isinstance(self.rule, LocalStateRule):
             if self.clock.observe:
                 self._update_elementwise(self.rule, item, observe=True)
-                _choose_scales(item.states)
+                choose_scales(item.states)
             self._update_elementwise(self.rule, item)
         if isinstance(self.rule, StateGlobalRule):
             if not self.plan.deferred:
@@ -276,6 +276,10 @@ class Sink:
     def keep_norms(self, keys: set[int]) -> None:
         """Drop the norms of parts that this step does not have."""
         self._norms = {key: norm for key, norm in self._norms.items() if key in keys}
+
+    def note_square(self, square: Tensor) -> None:
+        """The sum of squares of the whole gradient: fp32 scalar."""
+        self._norms = {0: square.reshape(1)}
 
     def forget(self) -> None:
         """Drop what a step has left behind that will not be finished."""
@@ -371,14 +375,15 @@ class Sink:
     def _look(self, source: Source, target: Target, launch: Launch) -> None:
         if any(part.codec.kind == "tensor" for part in target.parts):
             source.fold(target, replace(launch, observe=True), None)
-            _choose_scales(target.parts)
+            choose_scales(target.parts)
 
 
 def _as_row(part: Encoded) -> Encoded:
     return Encoded(part.values.view(1, -1), part.codec, part.meta)
 
 
-def _choose_scales(parts: tuple[Encoded, ...]) -> None:
+def choose_scales(parts: tuple[Encoded, ...]) -> None:
+    """The scales of fp8 states whose first magnitudes were looked at."""
     for part in parts:
         if part.codec.kind == "tensor" and part.meta is not None:
             fp8_calibrate(part.meta, part.codec.levels)

@@ -46,8 +46,8 @@ class BackwardOptimizer(Protocol):
         """Whether it consumes this weight's gradient."""
         ...
 
-    def take_reduced(self, param: Tensor, gradient: Tensor) -> bool:
-        """Consume a summed gradient, fp32 and of the weight's local shape; False if it takes no such."""
+    def take_reduced(self, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Consume weights' summed gradients, fp32 and of their local shapes."""
         ...
 
 
@@ -220,8 +220,10 @@ class EveryStep(SyncPolicy):
     def _write_back(self, bucket: _Bucket, buffer: Tensor) -> None:
         pieces = self._pieces(buffer, [_local(param.detach()) for param in bucket.params])
         targets, sources = [], []
+        taken = []
         for param, piece in zip(bucket.params, pieces):
-            if self._optimizer is not None and self._optimizer.take_reduced(param, piece):
+            if self._optimizer is not None and self._optimizer.takes(param):
+                taken.append((param, piece))
                 continue
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
@@ -229,6 +231,8 @@ class EveryStep(SyncPolicy):
             sources.append(piece)
         if targets:
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        if taken and self._optimizer is not None:
+            self._optimizer.take_reduced(taken)
         if buffer.is_cuda:
             # Allocated on the stream of whoever launched the bucket, read on this one.
             buffer.record_stream(torch.cuda.current_stream())

@@ -38,6 +38,7 @@ class Layout:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    pp: int = 1
     method: str = "ring"
 
 
@@ -74,6 +75,9 @@ def job(world: World, layout: Layout = ALONE, **changes: Any) -> JobConfig:
     parallelism.context_parallel_degree = layout.cp
     parallelism.tensor_parallel_degree = layout.tp
     parallelism.expert_parallel_degree = layout.ep
+    parallelism.pipeline_parallel_degree = layout.pp
+    # Two sequences a rank in all, as `batch` makes them.
+    config.training.local_batch_size = 2 * world.size // (layout.dp_replicate * layout.dp_shard)
     parallelism.context_parallel_method = layout.method  # pyright: ignore[reportAttributeAccessIssue]
     for path, value in changes.items():
         section, key = path.split("__")
@@ -143,7 +147,7 @@ class Run:
         self.world, self.config = world, config
         self.dims = _dims(world, config)
         self.model: Any = build_meta_model(config, VOCABULARY)[0]
-        parallelize(self.model, config, self.dims, world.device)
+        self.pipeline = parallelize(self.model, config, self.dims, world.device)
         initialize_weights(self.model, 3)
         self.model.train()
         self.optimizer = make(self.model, config, self.dims)
@@ -168,14 +172,18 @@ class Run:
         tokens, labels = batch(self.world, self.config, number)
         valid = int((labels != -100).sum())
         part = self._own(tokens.shape[0])
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens[part])
         self.optimizer.set_lr(1.0 / (1 + 0.1 * number))
         self.optimizer.zero_grad()
         self.optimizer.begin_step(1)
         self.sync.begin_step(1, [valid])
         self.sync.before_backward(0)
-        loss = self.model(tokens[part], None, None, labels[part]) / valid
-        self.optimizer.before_backward(0, torch.isfinite(loss.detach()))
-        loss.backward()
+        if self.pipeline is not None:
+            loss = self.pipeline.forward_backward(tokens[part], positions, None, labels[part], valid) / valid
+        else:
+            loss = self.model(tokens[part], None, None, labels[part]) / valid
+            self.optimizer.before_backward(0, torch.isfinite(loss.detach()))
+            loss.backward()
         self.sync.reduce_gradients()
         self.sync.step(self.optimizer, None, None)
         total = loss.detach().clone()
@@ -222,6 +230,7 @@ def _dims(world: World, config: JobConfig) -> ParallelDims:
         * parallelism.data_parallel_shard_degree
         * parallelism.context_parallel_degree
         * parallelism.tensor_parallel_degree
+        * parallelism.pipeline_parallel_degree
     )
     if ranks not in (1, world.size):
         raise ValueError(f"a layout of {ranks} ranks in a world of {world.size}")

@@ -7,7 +7,8 @@
     python scripts/bench/layouts.py --device cpu --tiny --cells one tp=2
 
 A cell is `one` (one process), or axes and their degrees, comma-separated: dp_replicate, dp_shard, cp, tp, pp,
-ep (which borrows its ranks from the others); `ring` or `ulysses` after cp, `compiled` for compiled blocks.
+ep (which borrows its ranks from the others); `ring` or `ulysses` after cp, `compiled` for compiled blocks,
+`fused` for updates inside backward (compare losses with `--set training.max_norm=0`: fused clips otherwise).
 Each runs `train.py` under torchrun with the same seed and global batch: real text, logging, clipping, the
 whole step; weights, gradients and states in bf16. Losses are compared with those of the first cell.
 Tokens/s are of all ranks together, the median of the logged steps but the first ones.
@@ -97,7 +98,7 @@ def parse(cell: str) -> dict[str, Any]:
         axis, _, degree = word.partition("=")
         if axis in AXES and degree.isdecimal():
             layout[axis] = int(degree)
-        elif word in ("one", "ring", "ulysses", "compiled"):
+        elif word in ("one", "ring", "ulysses", "compiled", "fused"):
             layout[word] = True
         else:
             raise SystemExit(f"--cells {cell}: {word!r} is neither an axis of {', '.join(AXES)} nor a word")
@@ -130,6 +131,8 @@ def run_cell(cell: str, layout: dict[str, Any], args: argparse.Namespace, folder
     }
     if "ring" in layout or "ulysses" in layout:
         settings["parallelism.context_parallel_method"] = "ring" if "ring" in layout else "ulysses"
+    if "fused" in layout:
+        settings |= {"forge.enable": "true", "forge.clip": "lagged"}
     if args.layers:
         settings["model.n_layers"] = args.layers
     settings |= TINY if args.tiny else {}

@@ -64,7 +64,8 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     for group in optimizer_groups:
         options = ", ".join(f"{key} {value:g}" for key, value in group.options.items())
         lines.append(f"  {group.name:<28}{group.num_parameters:>18,}  {options}")
-    lines += [f"  {line}" for line in exchange_lines(optimizer_groups, dims.degree("dp_shard_cp"))]
+    if dims.tp == 1:  # the tables know matrices that one axis cuts
+        lines += [f"  {line}" for line in exchange_lines(optimizer_groups, dims.degree("dp_shard_cp"))]
     gradient_bytes = DTYPES[training.dtype].itemsize
     if config.forge.enable:
         plan = preview(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.distributed_harness import run_distributed
 from tests.parallelisms.test_tensor_parallel import assert_same_gradients, batch, build, fill
+from titanforge.optim import build_rule
+from titanforge.optim.states import new_auxiliary
 from titanforge.parallelisms import (
     ParallelDims,
     apply_activation_checkpoint,
@@ -94,13 +98,30 @@ def _all_cases(rank: int, world_size: int) -> None:
         # Counts, rows there, rows back, which recomputing a block repeats; backward: rows there and back.
         exchanges = {"none": 5, "selective": 5, "full": 8}[mode]
         assert counts["alltoall_base_"] == exchanges * LAYERS, (mode, counts)
-    if world_size == 2:
-        _exchange(rank, world_size)
+    (_exchange if world_size == 2 else _states_follow_experts)(rank, world_size)
 
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_shared_experts_equal_whole_ones(ranks):
     run_distributed(_all_cases, ranks)
+
+
+def _states_follow_experts(rank: int, world_size: int) -> None:
+    """A factor of Dion per expert is on the rank that has the expert, also where two axes cut the experts."""
+    dims = ParallelDims(ep=2, world_size=world_size)
+    dims.build_mesh("cpu")
+    whole = nn.Parameter(torch.randn(8, 6, 4, generator=torch.Generator().manual_seed(0)))
+    experts = nn.Module()
+    experts.w1 = nn.Parameter(whole.detach().clone())
+    experts.grouped_weights = ("w1",)
+    apply_expert_parallel(experts, dims.get_mesh("ep"))
+    fully_shard(experts, mesh=dims.get_mesh("dp_shard_mod_ep"))
+    rule = build_rule("dion")
+    wanted = new_auxiliary(rule, "w1", whole, 1)["q"]
+    mine = new_auxiliary(rule, "w1", experts.w1, 1)["q"]
+    (first,) = [e for e in range(8) if torch.equal(whole[e], experts.w1.to_local()[0])]
+    assert torch.equal(mine.to_local(), wanted[first : first + 2])
+    assert torch.equal(mine.full_tensor(), wanted)
 
 
 def _exchange(rank: int, world_size: int) -> None:

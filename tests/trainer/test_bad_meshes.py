@@ -56,7 +56,7 @@ MISTAKES = [  # what is set; what the line says
         {"parallelism__context_parallel_degree": 4, "training__seq_len": 60},
         "training.seq_len = 60: must be a multiple of 8",
     ),
-    ({"parallelism__tensor_parallel_degree": 2, "optimizer__name": "Muon"}, 'optimizer.name = "Muon"'),
+    ({"parallelism__tensor_parallel_degree": 2, "optimizer__name": "LAMB"}, 'optimizer.name = "LAMB"'),
     (
         {"parallelism__pipeline_parallel_degree": 3},
         "pipeline_parallel_degree = 3: does not divide the number",

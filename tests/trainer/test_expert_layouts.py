@@ -73,8 +73,10 @@ def test_experts_on_every_layout_equal_one_process(tmp_path):
             tmp_path / SEED / f"checkpoint/step-{SAVED}", tmp_path / name / f"checkpoint/step-{SAVED}"
         )
     two = [run(tmp_path, corpus, name) for name, (ranks, _) in LAYOUTS.items() if ranks == 2]
-    train_all(2, [*two, run(tmp_path, corpus, "fsdp2", "from_2")])
-    train_all(1, [run(tmp_path, corpus, "one", "from_1")])
+    muon = {"optimizer__name": "Muon", "checkpoint__enable": False}
+    two += [run(tmp_path, corpus, "fsdp2", "from_2"), run(tmp_path, corpus, "ep2", "muon_2", **muon)]
+    train_all(2, two)
+    train_all(1, [run(tmp_path, corpus, "one", "from_1"), run(tmp_path, corpus, "one", "muon_1", **muon)])
 
     assert column(one, "loss")[-1] < column(one, "loss")[0] - 0.2, "it learns"
     assert max(column(one, "router/max_load")) > 1.2, "the routing is uneven"
@@ -89,6 +91,8 @@ def test_experts_on_every_layout_equal_one_process(tmp_path):
         losses = [line["loss"] for line in logged(tmp_path / name)]
         wanted = column(one, "loss")[SAVED:]
         assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) < TOLERANCE, name
+
+    assert greatest_difference(tmp_path / "muon_2", tmp_path / "muon_1") < TOLERANCE
 
     exported = f"checkpoint/export-step-{STEPS}/model.safetensors"
     wanted = load_file(one / exported)

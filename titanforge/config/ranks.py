@@ -13,6 +13,10 @@ COORDINATE_RULES = frozenset(
 """Rules that read one coordinate at a time, so that any share of a weight can be updated by itself."""
 
 
+SHARDED_RULES = COORDINATE_RULES | {"muon", "scion", "dion", "rmnp"}
+"""And those that exchange what they need of the other parts of a matrix, whatever axis cuts it."""
+
+
 def check_ranks(config: JobConfig, world_size: int) -> int:
     """Returns the number of data-parallel ranks, dp_replicate x dp_shard.
 
@@ -50,12 +54,12 @@ def check_ranks(config: JobConfig, world_size: int) -> int:
             "training.enable_cpu_offload",
             "is not available with parallelism.expert_parallel_degree above 1: set one of the two back",
         )
-    if parallelism.expert_parallel_degree > 1 and rule_name(config.optimizer.name) not in COORDINATE_RULES:
+    if parallelism.expert_parallel_degree > 1 and rule_name(config.optimizer.name) not in SHARDED_RULES:
         raise refusal(
             config,
             "optimizer.name",
-            "reads whole layers, which parallelism.expert_parallel_degree above 1 splits: use one of"
-            f" {', '.join(sorted(COORDINATE_RULES))}",
+            "is not available with parallelism.expert_parallel_degree above 1: use one of"
+            f" {', '.join(sorted(SHARDED_RULES))}",
         )
     if parallelism.tensor_parallel_degree * parallelism.context_parallel_degree > 1:
         _check_split_sequences(config)
@@ -79,12 +83,12 @@ def _check_split_sequences(config: JobConfig) -> None:
                 f" {tensor} and context_parallel_degree = {context} share each sequence: use"
                 f" {-(-length // pieces) * pieces}",
             )
-    if rule_name(config.optimizer.name) not in COORDINATE_RULES:
+    if rule_name(config.optimizer.name) not in SHARDED_RULES:
         raise refusal(
             config,
             "optimizer.name",
-            "reads whole layers, which parallelism.tensor_parallel_degree or context_parallel_degree above 1"
-            f" splits: use one of {', '.join(sorted(COORDINATE_RULES))}",
+            "is not available with parallelism.tensor_parallel_degree or context_parallel_degree above 1: use"
+            f" one of {', '.join(sorted(SHARDED_RULES))}",
         )
     if tensor > 1 and config.optimizer.state_dtype == "int8":
         raise refusal(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanforge.kernels.codecs import (
     CODECS,
@@ -222,15 +223,18 @@ def _cut_like(param: Tensor, tensor: Tensor, slot: AuxiliarySlot) -> Tensor:
     if not isinstance(param, DTensor):
         return tensor
     dims = dict(slot.follows)
-    placements = [
-        Shard(dims[dim]) if (dim := sharded_dim(placement)) in dims else Replicate()
-        for placement in param.placements
-    ]
+    placements: list[Placement] = []
+    for placement in param.placements:
+        dim = sharded_dim(placement)
+        if dim not in dims:
+            placements.append(Replicate())
+        else:  # a dim that two axes cut is dealt as the weight's is
+            placements.append(placement if dims[dim] == dim else Shard(dims[dim]))
     if all(placement.is_replicate() for placement in placements):
         return tensor
     mesh = param.device_mesh
-    everywhere = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    local = everywhere.redistribute(mesh, placements).to_local().clone()
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    local = tensor[tuple(slice(start, start + size) for start, size in zip(offset, shape))].clone()
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

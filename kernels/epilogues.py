@@ -2,9 +2,11 @@
 
 An epilogue has the signature `(g, w, s0, s1, h_ptr) -> (w, s0, s1)`: the fp32 gradient, weight and state
 tiles of one shape and the hyperparameter vector, to new tiles. Unused tiles are passed through. The order of
-operations is that of the reference, so that interpreted kernels agree with it bit for bit; compiled ones use
-the GPU's approximate square root and division and may differ from it by a few units in the last place, but
-not from one another: the fused, the flat and the embedding kernels all call the very same function.
+operations is that of the reference, so that interpreted kernels agree with it bit for bit. Compiled ones have
+its states bit for bit; their weights may differ by a few units in the last place, for they use the GPU's
+approximate square root and reciprocal and fused multiply-adds. They do not differ from one another: the
+fused, the flat and the embedding kernels all call the very same function. Instructions matter: there are 8e9
+weights, and a persistent kernel's unrolled update outgrows the instruction cache.
 
 `h[0]`, the apply flag, is not looked at here: kernels leave a tile that is not to be applied unwritten.
 """
@@ -18,11 +20,43 @@ from typing import Any, Literal
 from torch import Tensor
 
 from titanforge.kernels import references
-from titanforge.kernels._triton import jit, tl
+from titanforge.kernels._triton import INTERPRET, constant, jit, tl
 
 SlotKind = Literal["signed", "square", "magnitude"]
 """What a state holds: `signed` values, a `square` (a second moment, read as its root), or a `magnitude`
 (nonnegative, read as it is)."""
+
+
+INTERPRETED = constant(INTERPRET)
+
+
+@jit
+def divide(a, b):
+    """a / b for b that is positive and normal. `/` spends ten instructions on ranges that no b here has."""
+    if INTERPRETED:
+        return a / b
+    else:
+        return a * tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@jit
+def plus_product(c, a, b):
+    """c + a b, rounded once where it is compiled."""
+    if INTERPRETED:
+        return a * b + c
+    else:
+        return tl.fma(a, b, c)
+
+
+@jit
+def minus_product(c, a, b):
+    """c - a b, likewise."""
+    if INTERPRETED:
+        return c - a * b
+    else:
+        return tl.fma(-a, b, c)
 
 
 @jit
@@ -31,10 +65,16 @@ def _sign(x):
 
 
 @jit
+def _decayed(w, lr, weight_decay):
+    """w - lr wd w: decoupled decay."""
+    return minus_product(w, lr * weight_decay, w)
+
+
+@jit
 def sgd(g, w, s0, s1, h_ptr):
     lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
     d = g * scale + weight_decay * w
-    return w - lr * d, s0, s1
+    return minus_product(w, lr, d), s0, s1
 
 
 @jit
@@ -42,7 +82,7 @@ def sgd_momentum(g, w, s0, s1, h_ptr):
     lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
     d = g * scale + weight_decay * w
     m = tl.load(h_ptr + 4) * s0 + d
-    return w - lr * m, m, s1
+    return minus_product(w, lr, m), m, s1
 
 
 @jit
@@ -51,7 +91,7 @@ def sgd_nesterov(g, w, s0, s1, h_ptr):
     momentum = tl.load(h_ptr + 4)
     d = g * scale + weight_decay * w
     m = momentum * s0 + d
-    return w - lr * (d + momentum * m), m, s1
+    return minus_product(w, lr, plus_product(d, momentum, m)), m, s1
 
 
 @jit
@@ -59,7 +99,7 @@ def adagrad(g, w, s0, s1, h_ptr):
     lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
     d = g * scale + weight_decay * w
     v = s0 + d * d
-    return w - lr * (d / (tl.sqrt(v) + tl.load(h_ptr + 4))), v, s1
+    return minus_product(w, lr, divide(d, tl.sqrt(v) + tl.load(h_ptr + 4))), v, s1
 
 
 @jit
@@ -67,7 +107,7 @@ def rmsprop(g, w, s0, s1, h_ptr):
     lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
     d = g * scale + weight_decay * w
     v = tl.load(h_ptr + 4) * s0 + tl.load(h_ptr + 5) * (d * d)
-    return w - lr * (d / (tl.sqrt(v) + tl.load(h_ptr + 6))), v, s1
+    return minus_product(w, lr, divide(d, tl.sqrt(v) + tl.load(h_ptr + 6))), v, s1
 
 
 @jit
@@ -82,8 +122,8 @@ def adam(g, w, s0, s1, h_ptr):
     lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
     d = g * scale + weight_decay * w
     m, v = _moments(d, s0, s1, h_ptr)
-    denominator = tl.sqrt(v) * tl.load(h_ptr + 10) + tl.load(h_ptr + 8)
-    return w - (lr * tl.load(h_ptr + 9)) * (m / denominator), m, v
+    denominator = plus_product(tl.load(h_ptr + 8), tl.sqrt(v), tl.load(h_ptr + 10))
+    return minus_product(w, lr * tl.load(h_ptr + 9), divide(m, denominator)), m, v
 
 
 @jit
@@ -91,8 +131,8 @@ def adamw(g, w, s0, s1, h_ptr):
     lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
     d = g * scale
     m, v = _moments(d, s0, s1, h_ptr)
-    denominator = tl.sqrt(v) * tl.load(h_ptr + 10) + tl.load(h_ptr + 8)
-    w = (w - (lr * weight_decay) * w) - (lr * tl.load(h_ptr + 9)) * (m / denominator)
+    denominator = plus_product(tl.load(h_ptr + 8), tl.sqrt(v), tl.load(h_ptr + 10))
+    w = minus_product(_decayed(w, lr, weight_decay), lr * tl.load(h_ptr + 9), divide(m, denominator))
     return w, m, v
 
 
@@ -102,7 +142,7 @@ def adamax(g, w, s0, s1, h_ptr):
     d = g * scale + weight_decay * w
     m = tl.load(h_ptr + 4) * s0 + tl.load(h_ptr + 5) * d
     u = tl.maximum(tl.load(h_ptr + 6) * s1, tl.abs(d) + tl.load(h_ptr + 7))
-    return w - (lr * tl.load(h_ptr + 8)) * (m / u), m, u
+    return minus_product(w, lr * tl.load(h_ptr + 8), divide(m, u)), m, u
 
 
 @jit
@@ -110,9 +150,9 @@ def nadam(g, w, s0, s1, h_ptr):
     lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
     d = g * scale
     m, v = _moments(d, s0, s1, h_ptr)
-    denominator = tl.sqrt(v) * tl.load(h_ptr + 9) + tl.load(h_ptr + 8)
-    direction = (tl.load(h_ptr + 10) * d + tl.load(h_ptr + 11) * m) / denominator
-    return (w - (lr * weight_decay) * w) - lr * direction, m, v
+    denominator = plus_product(tl.load(h_ptr + 8), tl.sqrt(v), tl.load(h_ptr + 9))
+    direction = divide(plus_product(tl.load(h_ptr + 11) * m, tl.load(h_ptr + 10), d), denominator)
+    return minus_product(_decayed(w, lr, weight_decay), lr, direction), m, v
 
 
 @jit
@@ -120,8 +160,8 @@ def radam(g, w, s0, s1, h_ptr):
     lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
     d = g * scale
     m, v = _moments(d, s0, s1, h_ptr)
-    factor = tl.load(h_ptr + 10) / (tl.sqrt(v) + tl.load(h_ptr + 8)) + tl.load(h_ptr + 11)
-    return (w - (lr * weight_decay) * w) - (lr * tl.load(h_ptr + 9)) * (m * factor), m, v
+    factor = divide(tl.load(h_ptr + 10), tl.sqrt(v) + tl.load(h_ptr + 8)) + tl.load(h_ptr + 11)
+    return minus_product(_decayed(w, lr, weight_decay), lr * tl.load(h_ptr + 9), m * factor), m, v
 
 
 @jit
@@ -130,7 +170,7 @@ def lion(g, w, s0, s1, h_ptr):
     d = g * scale
     direction = _sign(tl.load(h_ptr + 4) * s0 + tl.load(h_ptr + 5) * d)
     m = tl.load(h_ptr + 6) * s0 + tl.load(h_ptr + 7) * d
-    return (w - (lr * weight_decay) * w) - lr * direction, m, s1
+    return minus_product(_decayed(w, lr, weight_decay), lr, direction), m, s1
 
 
 @jit

@@ -188,7 +188,6 @@ def update_tiles(
     """Four warps: the update of every tile, chunk by chunk, in pieces of ROWS rows."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     PER_CHUNK: gl.constexpr = BLOCK_N // ROWS
-    PIECES: gl.constexpr = 4 * PER_CHUNK
     first = gl.program_id(0)
     programs = gl.num_programs(0)
     last = tiles_n * tiles_k - 1
@@ -211,89 +210,92 @@ def update_tiles(
         w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, base + ROWS * K, off, rows,
         scale_base + ROWS * blocks, SLOTS, WEIGHT, MASTER, S0_CODEC, S1_CODEC,
     )  # fmt: skip
+    gl.static_assert(PER_CHUNK >= 2)
     for t in range(tiles):
         next_i, next_j = tile_of(gl.minimum(first + (t + 1) * programs, last), tiles_n, tiles_k, group)
         next_base = (next_i * BLOCK_N).to(gl.int64) * K + next_j * BLOCK_K
         next_scale_base = (next_i * BLOCK_N + rows) * blocks + next_j * (BLOCK_K // 64)
-        for piece in gl.static_range(PIECES):
-            number = t * 4 + piece // PER_CHUNK
+        # Not unrolled over the chunks: see `pingpong.consume` on the instruction cache.
+        for chunk in range(4):
+            number = t * 4 + chunk
             slot = number % CHUNKS
-            if piece % PER_CHUNK == 0:
-                mbarrier.wait(chunk_filled.index(slot), (number // CHUNKS) & 1)
-            here = base + (piece // PER_CHUNK) * 64 + (piece % PER_CHUNK) * ROWS * K
-            scales_here = scale_base + piece // PER_CHUNK + (piece % PER_CHUNK) * ROWS * blocks
-            if piece + 2 < PIECES:
-                there = base + ((piece + 2) // PER_CHUNK) * 64 + ((piece + 2) % PER_CHUNK) * ROWS * K
-                scales_there = (
-                    scale_base + (piece + 2) // PER_CHUNK + ((piece + 2) % PER_CHUNK) * ROWS * blocks
-                )
-            else:
-                there = next_base + (piece + 2 - PIECES) * ROWS * K
-                scales_there = next_scale_base + (piece + 2 - PIECES) * ROWS * blocks
-            w2, m2, v2, a2, b2 = fetch(
-                w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, there, off, rows, scales_there,
-                SLOTS, WEIGHT, MASTER, S0_CODEC, S1_CODEC,
-            )  # fmt: skip
-            g = chunks.index(slot).slice((piece % PER_CHUNK) * ROWS, ROWS, 0).load(LAYOUT)
-            good = gl.max(gl.where(gl.abs(g) <= LARGEST, 0, 1), axis=1) == 0
+            mbarrier.wait(chunk_filled.index(slot), (number // CHUNKS) & 1)
+            after = gl.where(chunk == 3, next_base, base + (chunk + 1) * 64)
+            scales_after = gl.where(chunk == 3, next_scale_base, scale_base + (chunk + 1))
+            for piece in gl.static_range(PER_CHUNK):
+                here = base + chunk * 64 + piece * ROWS * K
+                scales_here = scale_base + chunk + piece * ROWS * blocks
+                if piece + 2 < PER_CHUNK:
+                    there = here + 2 * ROWS * K
+                    scales_there = scales_here + 2 * ROWS * blocks
+                else:
+                    there = after + (piece + 2 - PER_CHUNK) * ROWS * K
+                    scales_there = scales_after + (piece + 2 - PER_CHUNK) * ROWS * blocks
+                w2, m2, v2, a2, b2 = fetch(
+                    w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, there, off, rows,
+                    scales_there, SLOTS, WEIGHT, MASTER, S0_CODEC, S1_CODEC,
+                )  # fmt: skip
+                g = chunks.index(slot).slice(piece * ROWS, ROWS, 0).load(LAYOUT)
+                good = gl.max(gl.where(gl.abs(g) <= LARGEST, 0, 1), axis=1) == 0
 
-            if MASTER:
-                w = w0
-            elif WEIGHT:
-                w = decode(w0, 0.0, W_CODEC)
-            else:
-                w = g
-            if SLOTS >= 1:
-                s0 = decode(m0, scale_of(s0_meta_ptr, a0, S0_CODEC), S0_CODEC)
-            else:
-                s0 = g
-            if SLOTS >= 2:
-                s1 = decode(v0, scale_of(s1_meta_ptr, b0, S1_CODEC), S1_CODEC)
-            else:
-                s1 = g
-            w_new, s0_new, s1_new = EPILOGUE(g, w, s0, s1, h_ptr)
-            if MASTER:
-                gl.store(master_ptr + here + off, w_new, mask=(good & apply)[:, None], cache_modifier=".cs")
-            if WEIGHT:
-                _largest = put(w_ptr, None, w_new, w, good, apply, 0.0, here + off, scales_here, W_CODEC)
-            if SLOTS >= 1:
-                s0_largest = put(
-                    s0_ptr,
-                    s0_meta_ptr,
-                    s0_new,
-                    s0,
-                    good,
-                    apply,
-                    s0_largest,
-                    here + off,
-                    scales_here,
-                    S0_CODEC,
-                )
-            if SLOTS >= 2:
-                s1_largest = put(
-                    s1_ptr,
-                    s1_meta_ptr,
-                    s1_new,
-                    s1,
-                    good,
-                    apply,
-                    s1_largest,
-                    here + off,
-                    scales_here,
-                    S1_CODEC,
-                )
-            w0 = w1
-            m0 = m1
-            v0 = v1
-            a0 = a1
-            b0 = b1
-            w1 = w2
-            m1 = m2
-            v1 = v2
-            a1 = a2
-            b1 = b2
-            if piece % PER_CHUNK == PER_CHUNK - 1:
-                mbarrier.arrive(chunk_free.index(slot), count=1)
+                if MASTER:
+                    w = w0
+                elif WEIGHT:
+                    w = decode(w0, 0.0, W_CODEC)
+                else:
+                    w = g
+                if SLOTS >= 1:
+                    s0 = decode(m0, scale_of(s0_meta_ptr, a0, S0_CODEC), S0_CODEC)
+                else:
+                    s0 = g
+                if SLOTS >= 2:
+                    s1 = decode(v0, scale_of(s1_meta_ptr, b0, S1_CODEC), S1_CODEC)
+                else:
+                    s1 = g
+                w_new, s0_new, s1_new = EPILOGUE(g, w, s0, s1, h_ptr)
+                if MASTER:
+                    gl.store(
+                        master_ptr + here + off, w_new, mask=(good & apply)[:, None], cache_modifier=".cs"
+                    )
+                if WEIGHT:
+                    _largest = put(w_ptr, None, w_new, w, good, apply, 0.0, here + off, scales_here, W_CODEC)
+                if SLOTS >= 1:
+                    s0_largest = put(
+                        s0_ptr,
+                        s0_meta_ptr,
+                        s0_new,
+                        s0,
+                        good,
+                        apply,
+                        s0_largest,
+                        here + off,
+                        scales_here,
+                        S0_CODEC,
+                    )
+                if SLOTS >= 2:
+                    s1_largest = put(
+                        s1_ptr,
+                        s1_meta_ptr,
+                        s1_new,
+                        s1,
+                        good,
+                        apply,
+                        s1_largest,
+                        here + off,
+                        scales_here,
+                        S1_CODEC,
+                    )
+                w0 = w1
+                m0 = m1
+                v0 = v1
+                a0 = a1
+                b0 = b1
+                w1 = w2
+                m1 = m2
+                v1 = v2
+                a1 = a2
+                b1 = b2
+            mbarrier.arrive(chunk_free.index(slot), count=1)
         base = next_base
         scale_base = next_scale_base
     keep_largest(s0_meta_ptr, s0_largest, apply, S0_CODEC)

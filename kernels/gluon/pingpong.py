@@ -141,10 +141,25 @@ def multiply(dy_buf, x_buf, filled, free, stage, phase, steps, BLOCK_N: gl.const
 
 
 @jit
+def pick(piece, x00, x01, x10, x11):
+    """The slice's own of four values; slices go by rows of two."""
+    even = piece % 2 == 0
+    return gl.where(piece < 2, gl.where(even, x00, x01), gl.where(even, x10, x11))
+
+
+@jit
+def pick_scale(piece, x00, x01, x10, x11, CODEC: gl.constexpr):
+    if (CODEC & KIND) == 0:
+        return 0.0
+    else:
+        return pick(piece, x00, x01, x10, x11)
+
+
+@jit
 def update_slice(
     g, number, write, rescale, s0_scale, s1_scale, s0_largest, s1_largest, s0_offsets, s1_offsets,
-    ring, s0_meta_ptr, s1_meta_ptr, h_ptr, turns, op, WID: gl.constexpr, PIECE: gl.constexpr,
-    EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
+    ring, s0_meta_ptr, s1_meta_ptr, h_ptr, turns, op, piece, WID: gl.constexpr, EPILOGUE: gl.constexpr,
+    SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
     RING: gl.constexpr, BY_SLICE: gl.constexpr,
 ):  # fmt: skip
@@ -156,10 +171,10 @@ def update_slice(
     layout: gl.constexpr = g.type.layout
     slot = number % RING
     if BY_SLICE:
-        mbarrier.wait(turns.index((1 - WID) * 4 + PIECE), op)
+        mbarrier.wait(turns.index((1 - WID) * 4 + piece), op)
     mbarrier.wait(filled.index(slot), (number // RING) & 1)
     if BY_SLICE:
-        mbarrier.arrive(turns.index(WID * 4 + PIECE), count=1)
+        mbarrier.arrive(turns.index(WID * 4 + piece), count=1)
     if write:
         if MASTER:
             w = master_buf.index(slot).load(layout)
@@ -264,29 +279,23 @@ def consume(
         left, right = g.reshape((2, 64, 2, 64)).permute((1, 3, 0, 2)).split()
         g00, g10 = left.split()
         g01, g11 = right.split()
-        number = t * 4
+        g00 = gl.convert_layout(g00, SLICE, assert_trivial=True)
+        g01 = gl.convert_layout(g01, SLICE, assert_trivial=True)
+        g10 = gl.convert_layout(g10, SLICE, assert_trivial=True)
+        g11 = gl.convert_layout(g11, SLICE, assert_trivial=True)
         if not BY_SLICE:
             mbarrier.wait(update_turns.index(1 - WID), op)
-        s0_largest, s1_largest = update_slice(
-            gl.convert_layout(g00, SLICE, assert_trivial=True), number, write, rescale, a00, b00,
-            s0_largest, s1_largest, off00, off00, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, update_turns, op,
-            WID, 0, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
-        )  # fmt: skip
-        s0_largest, s1_largest = update_slice(
-            gl.convert_layout(g01, SLICE, assert_trivial=True), number + 1, write, rescale, a01, b01,
-            s0_largest, s1_largest, off00 + 1, off00 + 1, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, update_turns,
-            op, WID, 1, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
-        )  # fmt: skip
-        s0_largest, s1_largest = update_slice(
-            gl.convert_layout(g10, SLICE, assert_trivial=True), number + 2, write, rescale, a10, b10,
-            s0_largest, s1_largest, off10, off10, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, update_turns, op,
-            WID, 2, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
-        )  # fmt: skip
-        s0_largest, s1_largest = update_slice(
-            gl.convert_layout(g11, SLICE, assert_trivial=True), number + 3, write, rescale, a11, b11,
-            s0_largest, s1_largest, off10 + 1, off10 + 1, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, update_turns,
-            op, WID, 3, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
-        )  # fmt: skip
+        # A loop that selects its slice, not four copies of the update: code of both consumers that outgrows
+        # the instruction cache (some 128 KB) is fetched anew for every tile.
+        for piece in range(4):
+            offsets = (i * BLOCK_N + piece // 2 * 64 + rows) * scale_stride + j * (BLOCK_K // 64) + piece % 2
+            s0_largest, s1_largest = update_slice(
+                pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale,
+                pick_scale(piece, a00, a01, a10, a11, S0_CODEC),
+                pick_scale(piece, b00, b01, b10, b11, S1_CODEC),
+                s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, update_turns,
+                op, piece, WID, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
+            )  # fmt: skip
         if not BY_SLICE:
             mbarrier.arrive(update_turns.index(WID), count=1)
         op ^= 1

@@ -20,6 +20,7 @@ from titanforge.kernels.tiles import (
     decode_codes,
     fp8_codes,
     plain_codes,
+    root,
 )
 
 
@@ -53,7 +54,7 @@ def encode(x, meta_ptr, offsets, mask, largest, CODEC: gl.constexpr):
     each row so far.
     """
     if CODEC & ROOT:
-        x = gl.sqrt_rn(x)
+        x = root(x)
     if (CODEC & KIND) == BLOCKWISE:
         factor, scale = block_scales(gl.max(gl.abs(x), axis=1), CODEC)
         codes = block_codes(x * factor[:, None], 0, CODEC)

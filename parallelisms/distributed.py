@@ -8,8 +8,9 @@ thread; as it has its own sequence of collectives, a save never interleaves with
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -18,7 +19,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, _world
+
+from titanforge.parallelisms.flight_recorder import FlightRecorder
+from titanforge.parallelisms.peers import PeerWatch
 
 # One slow file system must not look like a hung rank: writing and verifying terabytes takes a while.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
@@ -46,6 +50,10 @@ class Runtime:
         rank, local_rank, world_size: as torchrun numbers them; 0, 0, 1 without torchrun.
         device: where this process computes.
         control_group, checkpoint_group: gloo groups over all ranks (see the module's docstring).
+        record: is told of each agreement: axis, purpose, payload in bytes, number of collectives.
+        where: collectives issued so far, and step and latest collective in words; for other ranks, if this
+            one fails or hangs.
+        recorder, watch: for that case, too; no watch for a single rank.
     """
 
     rank: int
@@ -55,6 +63,10 @@ class Runtime:
     control_group: ProcessGroup
     checkpoint_group: ProcessGroup
     train_timeout: timedelta
+    record: Callable[[str, str, int, int], object] | None = None
+    where: Callable[[], tuple[int, str]] = lambda: (0, "starting")
+    recorder: FlightRecorder | None = None
+    watch: PeerWatch | None = None
     _owns_group: bool = field(default=True, repr=False)
     _timeout_shortened: bool = field(default=False, repr=False)
 
@@ -78,6 +90,8 @@ class Runtime:
         for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
             tensor = torch.tensor(list(values), dtype=torch.int64)
             work = dist.all_reduce(tensor, op, group=self.control_group, async_op=True) if values else None
+            if work is not None and self.record is not None:
+                self.record("world", "agreement", tensor.nbytes, 1)
             pending.append((tensor, work))
         try:
             for _, work in pending:
@@ -115,6 +129,20 @@ class Runtime:
             raise error
         raise PeerFailure(f"rank {failed_rank} failed while {doing}: {messages[failed_rank]}")
 
+    def failed(self, error: BaseException) -> str | None:
+        """Call it with what ends this rank: writes the flight recorder's files and tells the other ranks.
+
+        Returns who is to blame, for an error that says no more than that a collective failed.
+        """
+        with contextlib.suppress(OSError):
+            self.dump_traces()
+        return None if self.watch is None else self.watch.failed(error)
+
+    def dump_traces(self) -> None:
+        """Write the flight recorder's files, if it is on."""
+        if self.recorder is not None:
+            self.recorder.dump(self.rank)
+
     def shorten_timeout(self) -> None:
         """Switch from the start-up timeout to the one for training; once, on all ranks together.
 
@@ -133,6 +161,9 @@ class Runtime:
 
     def close(self) -> None:
         """Leave the groups; safe to call twice."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -162,8 +193,7 @@ def init_distributed(comm: CommSettings, device_type: str, dump_folder: str = ".
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        _set_flight_recorder(comm, dump_folder)
-
+    recorder = FlightRecorder(comm, dump_folder, device_type)
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     owns_group = not dist.is_initialized()
     if owns_group:
@@ -174,7 +204,7 @@ def init_distributed(comm: CommSettings, device_type: str, dump_folder: str = ".
             )  # no address needed
         else:
             dist.init_process_group(backend, timeout=timeout)
-    return Runtime(
+    runtime = Runtime(
         rank=dist.get_rank(),
         local_rank=local_rank,
         world_size=dist.get_world_size(),
@@ -182,8 +212,18 @@ def init_distributed(comm: CommSettings, device_type: str, dump_folder: str = ".
         control_group=_host_group(timeout),
         checkpoint_group=_host_group(CHECKPOINT_TIMEOUT),
         train_timeout=timedelta(seconds=comm.train_timeout_seconds),
+        recorder=recorder,
         _owns_group=owns_group,
     )
+    if runtime.world_size > 1:
+        runtime.watch = PeerWatch(
+            _get_default_store(),
+            runtime.rank,
+            runtime.world_size,
+            where=lambda: runtime.where(),
+            before_exit=runtime.dump_traces,
+        )
+    return runtime
 
 
 def _host_group(timeout: timedelta) -> ProcessGroup:
@@ -191,25 +231,3 @@ def _host_group(timeout: timedelta) -> ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, ProcessGroup)
     return group
-
-
-def _set_flight_recorder(comm: CommSettings, dump_folder: str) -> None:
-    """Environment of NCCL's flight recorder; read by torch when the first NCCL group is made.
-
-    Both names of each variable are set, the older (TORCH_NCCL_*) and the newer (TORCH_FR_*). What the
-    user exported stays.
-    """
-    if comm.trace_buf_size <= 0:
-        return
-    folder = os.path.join(dump_folder, comm.save_traces_folder)
-    os.makedirs(folder, exist_ok=True)
-    size, prefix = str(comm.trace_buf_size), os.path.join(folder, comm.save_traces_file_prefix)
-    for name, value in {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": size,
-        "TORCH_FR_BUFFER_SIZE": size,
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
-        "TORCH_FR_DUMP_TEMP_FILE": prefix,
-    }.items():
-        os.environ.setdefault(name, value)

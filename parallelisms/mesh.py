@@ -7,6 +7,7 @@ Axes, outermost first: ``pp, dp_replicate, dp_shard, cp, tp``. Derived ones are 
 ``dp_shard_cp`` dp_shard x cp                ranks that shard weights (FSDP)
 ``dp_cp``       dp_replicate x dp_shard x cp ranks whose gradients are summed
 ``loss``        pp x the same                ranks whose losses are summed: stages but the last add 0
+``replica``     dp_shard x cp x tp           ranks that one replica's weights are split over
 ==============  ===========================  ==========================================
 
 Experts have a mesh of their own over the same ranks: of the ``dp_shard x cp x tp`` ranks of a replica, ``ep``
@@ -28,6 +29,7 @@ FLATTENED = {
     "dp_shard_cp": ("dp_shard", "cp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
     "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
+    "replica": ("dp_shard", "cp", "tp"),
 }
 _KEYS = {
     "pp": "parallelism.pipeline_parallel_degree",
@@ -125,6 +127,8 @@ class ParallelDims:
         for name, axes in FLATTENED.items():
             if name == "loss" and self.pp == 1:  # one set of communicators for the two names
                 self._flat[name] = self._flat["dp_cp"]
+            elif name == "replica" and self.tp == 1:
+                self._flat[name] = self._flat["dp_shard_cp"]
             else:
                 self._flat[name] = self._mesh[axes]._flatten(f"flat_{name}")
         if self.ep > 1:

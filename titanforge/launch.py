@@ -88,6 +88,13 @@ def _train(config: JobConfig, rank: int, world_size: int, device_type: str) -> i
         tell(str(error))
         return EXIT_ERROR
     except Exception as error:
+        if trainer is not None:
+            trainer.failed(error)
+        if blame := getattr(error, "__notes__", None):
+            print(
+                f"error: rank {rank} ends: {one_line(error)} {'; '.join(blame)}", file=sys.stderr, flush=True
+            )
+            return EXIT_ERROR
         # While nothing is built yet, these are about what the user asked for.
         if trainer is None and isinstance(error, (ConfigError, ValueError, OSError)):
             tell(one_line(error))

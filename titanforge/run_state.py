@@ -28,6 +28,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
             "tokens_seen": trainer.tokens_seen,
             "model": identity(trainer.config.model.name, trainer.model_args),
             "sync": trainer.sync.state_dict(),
+            "comm": trainer.ledger.state_dict(),
             **trainer.optimizer.plain_state(),
         },
         "dataloader": merge_states(trainer.runtime.all_gather_object(trainer.loader.state_dict())),
@@ -53,6 +54,7 @@ def restore_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
     if progress:
         trainer.step, trainer.tokens_seen = progress["step"], progress["tokens_seen"]
         trainer.optimizer.load_plain_state(progress)
+        trainer.ledger.load_state_dict(progress.get("comm", {}))
     if "dataloader" in state:
         trainer.loader.load_state_dict(state["dataloader"])
     if "rng" in state:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from titanforge.assembly import (
@@ -42,7 +43,7 @@ from titanforge.parallelisms import clip_factor, init_distributed, set_determini
 from titanforge.report import announce, summarize
 from titanforge.run_folder import FolderLock, save_config
 from titanforge.run_state import restore_run_state, run_state
-from titanforge.sync import CommLedger, build_sync_policy
+from titanforge.sync import CommLedger, Replication, build_sync_policy
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,18 @@ class Trainer:
         self._resources = contextlib.ExitStack()
         try:
             self._build(device_type)
-        except BaseException:
+        except BaseException as error:
+            self.failed(error)
             self.close()
             raise
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends; who is to blame for a failed collective becomes a note."""
+        if hasattr(self, "runtime") and (blame := self.runtime.failed(error)):
+            error.add_note(blame)
+
+    def _where(self) -> tuple[int, str]:
+        return self.ledger.issued, f"in step {self.step + 1}, latest collective: {self.ledger.latest}"
 
     def _owned(self, part: Any) -> Any:
         """Have ``part`` closed at the end, the newest first."""
@@ -85,16 +95,10 @@ class Trainer:
         self.ledger = CommLedger()
         self.model, self.model_args = self._build_model()
         self.optimizer = self._build_optimizer()
+        self.runtime.record = self.ledger.record
         self.optimizer.connect(self._data_links())
         self.sync = self._owned(build_sync_policy(config.sync))
-        self.sync.attach(
-            self.model,
-            self.dims.get_group("dp_replicate"),
-            self.ledger,
-            optimizer=self.optimizer,
-            shard_group=self.dims.get_group("dp_shard"),
-            world_group=self.dims.get_group("loss"),
-        )
+        self.sync.attach(self.model, self._replication(), self.ledger, self.optimizer)
         self.checkpointer = self._owned(
             CheckpointManager(
                 config.checkpoint,
@@ -109,6 +113,7 @@ class Trainer:
 
         self.step = 0  # optimizer steps done
         self.tokens_seen = 0  # target tokens that a loss was taken on, over all ranks
+        self.runtime.where = self._where
         self.source_tokens: dict[str, int] = {}  # of a mix: tokens read of each source, over all ranks
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._first_nonfinite = torch.full((), -1, dtype=torch.int64, device=self.device)
@@ -194,6 +199,10 @@ class Trainer:
         self.pipeline = parallelize(model, config, self.dims, self.device, self.ledger.record)
         initialize_weights(model, self.seed)
         return model.train(), args
+
+    def _replication(self) -> Replication | None:
+        replicas = self.dims.get_group("dp_replicate")
+        return replicas and Replication(replicas, self.dims.get_group("replica"), dist.group.WORLD)
 
     def _build_optimizer(self):
         """The ordinary engine, or the one that lives in backward."""

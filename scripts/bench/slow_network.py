@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 NETWORKS = {"10 Gb/s": ("10gbit", 0.0), "1 Gb/s": ("1gbit", 0.0), "1 Gb/s + 50 ms": ("1gbit", 0.05)}
-HOST_REDUCTIONS = 1  # of token counts, failures and signals: two at once, every step, outside the ledger
+HOST_REDUCTIONS = 1  # of token counts, failures and signals: two in flight at once count as one round trip
 PREFIX, BRIDGE = "tfnet", "tfbridge"
 
 
@@ -161,7 +161,11 @@ def result(
         kinds = {"local": [], "sync": kinds["local"]}
 
     def collectives(line: dict[str, Any]) -> int:
-        return sum(value for key, value in line.items() if key.startswith("comm/") and key.endswith("_count"))
+        return sum(
+            value
+            for key, value in line.items()
+            if key.startswith("comm/") and key.endswith("_count") and key != "comm/world/agreement_count"
+        )
 
     per_step = (collectives(steps[-1]) - collectives(steps[options.warmup - 1])) / len(after)
     return {

@@ -1,164 +1,402 @@
-"""Final loss, sync rate and bytes of the sync policies on a small model and real text, on CPU replicas.
+"""Final loss, sync rate and bytes of the sync policies: equal model, data and order, other moments to talk.
 
-    python scripts/bench/sync_quality.py --steps 200 --replicas 4 -o outputs/sync_quality
+    python scripts/bench/sync_quality.py --size small --steps 300          # threads of one CPU process
+    python scripts/bench/sync_quality.py --size gpt --steps 800            # one replica for each GPU, NCCL
+    python scripts/bench/sync_quality.py --size gpt --mode threads --replicas 4   # all on one GPU
 
-Every arm trains the same model on the same data in the same order, replica by replica, on gloo processes of
-this machine; arms differ in `[sync]` alone. Writes results.jsonl (a line an arm) and results.png (validation
-loss against the bytes that one rank handed to collectives between replicas).
+Cells: every step, CurvaDion's RMMC at several thresholds, and schedules with the sync rates that these came
+to. `processes` are whole runs of train.py, a replica each on its own GPU (or CPU process); `threads` are
+replicas inside one process, with the same policies and optimizers around a bare training loop: as many as
+wanted on one device, nothing to be learnt about time. A cell that is done is not run again, one that takes
+longer than --cell-seconds is stopped and called unfinished. Writes cells/*.json, results.json, results.md and
+results.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import os
-import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from torch.multiprocessing.spawn import spawn
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-MODEL = {
-    "model.dim": 64,
-    "model.n_layers": 2,
-    "model.n_heads": 2,
-    "model.n_kv_heads": 2,
-    "training.seq_len": 64,
-    "training.local_batch_size": 4,
-    "metrics.log_freq": 1,
-    "validation.enable": True,
-    "validation.steps": 16,
-    "validation.local_batch_size": 4,
-    "data.validation_fraction": 0.05,
-}
+from scripts.bench import sync_report  # noqa: E402
+
+SIZES: dict[str, dict[str, Any]] = {
+    # Flavor and the keys that change it; sequences of a replica and step, their length, peak rate.
+    "small": {
+        "model": {
+            "name": "llama3", "flavor": "debugmodel", "dim": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2,
+        },
+        "batch": 16, "seq_len": 64, "lr": 2e-2,
+    },
+    "gpt": {  # 38 million weights: CurvaDion's architecture at half the width of its 160M
+        "model": {"name": "gpt2", "flavor": "debugmodel_modern", "dim": 512, "n_layers": 12, "n_heads": 4},
+        "batch": 32, "seq_len": 512, "lr": 5e-3,
+    },
+}  # fmt: skip
+VALIDATION_SEQUENCES = 64
 
 
-def arms(warmup: int) -> dict[str, dict[str, Any]]:
-    """`[sync]` of each arm; local arms share the warm-up."""
-    found: dict[str, dict[str, Any]] = {"every_step": {"policy": "every_step"}}
-    for tau in (0.1, 0.2, 0.3, 0.5, 0.7):
-        found[f"rmmc {tau}"] = {"policy": "rmmc", "threshold": tau, "warmup_steps": warmup}
-    for update, lr in (("gradient", None), ("gradient", 1.0), ("momentum", 0.1)):
-        name = f"rmmc 0.3, {update}" + ("" if lr is None else f" at {lr}")
-        found[name] = found["rmmc 0.3"] | {"local_update": update, "local_lr": lr}
-    for interval in (3, 5, 10, 20, 50):
-        found[f"scheduled {interval}"] = {
-            "policy": "scheduled", "interval": interval, "warmup_steps": warmup,
-        }  # fmt: skip
+def local_keys(options: argparse.Namespace) -> dict[str, Any]:
+    """`[sync]` of all cells with local steps."""
+    return {
+        "warmup_steps": options.warmup,
+        "local_update": options.local_update,
+        "local_lr": options.local_lr,
+    }
+
+
+def cells(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """`[sync]` of each cell that is known beforehand."""
+    local = local_keys(options)
+    return {
+        "every_step": {"policy": "every_step"},
+        **{f"rmmc {tau}": {"policy": "rmmc", "threshold": tau, **local} for tau in options.thresholds},
+        **{f"scheduled {h}": {"policy": "scheduled", "interval": h, **local} for h in options.intervals},
+    }
+
+
+def matched(results: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """A schedule for each sync rate, after the warm-up, that an rmmc cell of `--match` came to."""
+    found = {}
+    for result in results:
+        if result["sync"].get("threshold") not in options.match or not result["finished"]:
+            continue
+        later = [step for step, *_ in result["syncs"] if step >= options.warmup]
+        interval = max(1, round((options.steps - options.warmup) / max(len(later), 1)))
+        if interval > 1:  # a schedule of one is every_step on states
+            sync = {"policy": "scheduled", "interval": interval, **local_keys(options)}
+            found[f"scheduled {interval}"] = sync
     return found
 
 
+# ---------------------------------------------------------------- threads
+
+
+def text(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of the Python standard library, uint8: files in an order drawn once, a twentieth held out."""
+    from titanforge.data.sources.text import open_python_stdlib
+
+    source = open_python_stdlib()
+    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(1)).tolist()
+    joined = bytearray("\0".join(source.read(index) for index in order).encode())
+    whole = torch.frombuffer(joined, dtype=torch.uint8)
+    split = len(whole) * 19 // 20
+    return whole[:split].to(device), whole[split:].to(device)
+
+
+def crops(data: torch.Tensor, rows: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [rows, length] tokens and labels, from places drawn on the CPU: the same on any device."""
+    starts = torch.randint(len(data) - length - 1, (rows,), generator=torch.Generator().manual_seed(seed))
+    places = starts[:, None] + torch.arange(length + 1)
+    found = data[places.to(data.device)].long()
+    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+
+def train_threads(sync: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """One cell with replicas as threads."""
+    from scripts.bench.replicas import ThreadGroup, ThreadLedger, run_replicas
+    from titanforge.config.sections import DionOptions, Optimizer, ScalarOptimizer, Sync
+    from titanforge.models.initialization import initialize_weights
+    from titanforge.models.registry import build_model
+    from titanforge.optim import build_optimizer, lr_factor
+    from titanforge.parallelisms import apply_mixed_precision
+    from titanforge.sync import Replication, build_sync_policy
+
+    size, replicas, device = SIZES[options.size], options.replicas, torch.device(options.device)
+    train, held_out = text(device)
+    batch, length = options.batch or size["batch"], size["seq_len"]
+    tokens, end = [batch * length] * replicas, time.monotonic() + options.cell_seconds
+    settings = Optimizer(
+        name="Dion",
+        lr=options.lr or size["lr"],
+        momentum=options.momentum,
+        dion=DionOptions(options.rank_fraction, options.error_feedback),
+        scalar=ScalarOptimizer(lr=options.scalar_lr or options.lr or size["lr"]),
+    )
+
+    def replica(group: ThreadGroup) -> dict[str, Any]:
+        rank = group.rank()
+        overrides = {key: value for key, value in size["model"].items() if key not in ("name", "flavor")}
+        names = size["model"]["name"], size["model"]["flavor"]
+        model, _ = build_model(*names, vocab_size=256, seq_len=length, overrides=overrides)
+        model.to(device)
+        initialize_weights(model, options.seed)
+        apply_mixed_precision(model, torch.bfloat16 if device.type == "cuda" else None)
+        optimizer = build_optimizer(model, settings, "float32")
+        ledger, policy = ThreadLedger(), build_sync_policy(Sync(**sync))
+        replication = Replication(group) if replicas > 1 else None  # type: ignore[arg-type]
+        policy.attach(model, replication, ledger, optimizer)
+        losses, events = [], []
+        stop = torch.zeros((), device=device)
+        for step in range(options.steps):
+            stop.fill_(time.monotonic() > end)
+            if step % 20 == 0:
+                group.exchange(stop, lambda slots: slots[0].clone())
+                if bool(stop):
+                    break
+            x, y = crops(train, batch * replicas, length, 1_000_003 * options.seed + step)
+            optimizer.set_lr(lr_factor(step, options.lr_warmup, options.steps, options.decay, "linear", 0.0))
+            optimizer.zero_grad()
+            optimizer.begin_step(1)
+            policy.begin_step(1, tokens)
+            policy.before_backward(0)
+            loss = model(x[rank::replicas], None, None, y[rank::replicas])
+            (loss / policy.gradient_divisor(tokens)).backward()
+            policy.reduce_gradients()
+            policy.step(optimizer, torch.ones((), device=device), torch.ones((), device=device))
+            losses.append(loss.detach() / tokens[0])
+            events += [(step, event["sync"], event["sync/drift"]) for event in policy.take_events()]
+        policy.synchronize("evaluation")
+        validation = torch.zeros((), device=device)
+        with torch.no_grad():
+            for index in range(VALIDATION_SEQUENCES // 8):
+                x, y = crops(held_out, 8, length, 7 + index)
+                validation += model(x, None, None, y) / (8 * length * (VALIDATION_SEQUENCES // 8))
+        return {
+            "losses": torch.stack(losses).tolist() if losses else [],
+            "syncs": [(step, reason, float(drift)) for step, reason, drift in events],
+            "finished": len(losses) == options.steps,
+            "validation_loss": float(validation),
+            "bytes": {purpose: entry.bytes for (_, purpose), entry in ledger.entries().items()},
+        }
+
+    results = run_replicas(replicas, replica)
+    mean = [sum(values) / replicas for values in zip(*(result["losses"] for result in results))]
+    return {**results[0], "losses": mean}
+
+
+# ---------------------------------------------------------------- processes
+
+
 def arguments(folder: Path, options: argparse.Namespace, sync: dict[str, Any]) -> list[str]:
+    """Of train.py."""
+    size = SIZES[options.size]
+    batch = options.batch or size["batch"]
     keys = {
         "job.config_file": ROOT / "train_configs" / "debug_model.toml",
         "job.dump_folder": folder,
         "job.description": folder.name,
-        "optimizer.name": options.optimizer,
-        "optimizer.lr": options.lr,
+        **{f"model.{key}": value for key, value in size["model"].items()},
+        "training.seq_len": size["seq_len"],
+        "training.local_batch_size": batch,
+        "training.max_norm": 0,
+        "training.mixed_precision_param": "bfloat16" if options.device == "cuda" else "float32",
         "training.steps": options.steps,
+        "optimizer.name": "Dion",
+        "optimizer.lr": options.lr or size["lr"],
+        "optimizer.momentum": options.momentum,
+        "optimizer.dion.rank_fraction": options.rank_fraction,
+        "optimizer.dion.error_feedback": options.error_feedback,
+        "optimizer.scalar.lr": options.scalar_lr or options.lr or size["lr"],
+        "lr_scheduler.warmup_steps": options.lr_warmup,
+        "lr_scheduler.decay_ratio": options.decay,
+        "data.validation_fraction": 0.05,
+        "validation.enable": True,
         "validation.freq": options.steps,  # an evaluation is a sync point: only the last step has one
+        "validation.steps": max(1, VALIDATION_SEQUENCES // (batch * options.replicas)),
+        "validation.local_batch_size": batch,
+        "metrics.log_freq": 1,
         "parallelism.data_parallel_replicate_degree": options.replicas,
         "parallelism.data_parallel_shard_degree": 1,
-        **MODEL,
-        **{f"sync.{key}": value for key, value in sync.items() if value is not None},
+        "debug.seed": options.seed,
+        **{f"sync.{key}": value for key, value in sync.items()},
     }
     return [
-        f"--{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in keys.items()
+        f"--{key}={json.dumps(value) if isinstance(value, bool) else value}"
+        for key, value in keys.items()
+        if value is not None
     ]
 
 
-def _work(rank: int, world_size: int, port: int, runs: list[list[str]]) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    import torch
+def train_process(
+    rank: int, port: int, options: argparse.Namespace, waiting: dict[str, dict[str, Any]]
+) -> None:
+    """One replica of all cells, one after the other, in one process group."""
+    import contextlib
+    import io
+    import shutil
+    import signal
+    import threading
+
     import torch.distributed as dist
 
-    from train import main
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.replicas),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    from titanforge.interruption import EXIT_INTERRUPTED
+    from train import main as train
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")  # one group for all arms
-    for run in runs:
+    if options.device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+    for name, sync in waiting.items():
+        folder, begin = options.output / "runs" / cell_file(name, options).stem, time.monotonic()
+        limit = threading.Timer(options.cell_seconds, os.kill, (os.getpid(), signal.SIGTERM))
+        limit.daemon = True
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was cut off
+            limit.start()
+        dist.barrier()
         with contextlib.redirect_stdout(io.StringIO()):
-            code = main(run)
-        if code:
-            raise SystemExit(f"an arm ended with {code}: {run}")
+            code = train(arguments(folder, options, sync))
+        limit.cancel()
+        if code not in (0, EXIT_INTERRUPTED):
+            raise SystemExit(f"a cell ended with {code}: {name}")
+        if rank == 0:
+            store(name, sync, options, read_run(folder, options.steps), time.monotonic() - begin)
     dist.destroy_process_group()
 
 
-def summary(name: str, folder: Path, sync: dict[str, Any]) -> dict[str, Any]:
+def read_run(folder: Path, steps: int) -> dict[str, Any]:
+    """What `train_threads` returns, from the folder of a run of train.py."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if "loss" in record]
-    last = steps[-1]
-    prefix, suffix = "comm/dp_replicate/", "_bytes"
-    tail = [record["loss"] for record in steps[-max(1, len(steps) // 10) :]]
+    trained = [record for record in records if "loss" in record]
+    validation = [record["validation_loss"] for record in records if "validation_loss" in record]
+    last, totals = trained[-1], {}
+    for key, value in last.items():
+        if key.startswith("comm/") and key.endswith("_bytes"):
+            purpose = key.split("/")[2].removesuffix("_bytes")
+            totals[purpose] = totals.get(purpose, 0) + value
     return {
-        "arm": name,
-        **{f"sync.{key}": value for key, value in sync.items()},
-        "steps": len(steps),
-        "validation_loss": [r["validation_loss"] for r in records if "validation_loss" in r][-1],
-        "training_loss_of_last_tenth": sum(tail) / len(tail),
-        "sync_rate": last.get("sync/rate", 1.0),
-        "replica_bytes": sum(v for k, v in last.items() if k.startswith(prefix) and k.endswith(suffix)),
-        "greatest_drift": max((r["sync/drift"] or 0.0 for r in records if "sync" in r), default=0.0),
+        "losses": [record["loss"] for record in trained],
+        "syncs": [(r["step"] - 1, r["sync"], r["sync/drift"] or 0.0) for r in records if "sync" in r],
+        "finished": last["step"] == steps and bool(validation),
+        "validation_loss": validation[-1] if validation else float("nan"),
+        "bytes": totals,
     }
 
 
-def draw(results: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def train_processes(waiting: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+    import socket
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for result in results:
-        x, y = result["replica_bytes"] / 2**20, result["validation_loss"]
-        axes.plot(x, y, "o", color="#0072B2")
-        axes.annotate(result["arm"], (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8)
-    axes.set_xscale("log")
-    axes.set_xlabel("MiB handed to collectives between replicas, per rank")
-    axes.set_ylabel("validation loss after the last step (nats per token)")
-    axes.grid(alpha=0.25, linewidth=0.6)
-    figure.savefig(path, dpi=120)
+    from torch.multiprocessing.spawn import spawn
 
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "outputs" / "sync_quality")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--optimizer", default="Dion")
-    parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--arms", nargs="*", help="names, as the output has them; default: all")
-    options = parser.parse_args(argv)
-    known = arms(options.warmup)
-    if unknown := set(options.arms or ()) - set(known):
-        parser.error(f"--arms: {sorted(unknown)} unknown; there are {', '.join(known)}")
-    chosen = {name: sync for name, sync in known.items() if not options.arms or name in options.arms}
-    folders = {name: options.output / name.replace(" ", "_").replace(",", "") for name in chosen}
-    runs = [arguments(folders[name], options, sync) for name, sync in chosen.items()]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    spawn(_work, args=(options.replicas, port, runs), nprocs=options.replicas)
-    results = [summary(name, folders[name], sync) for name, sync in chosen.items()]
-    with open(options.output / "results.jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(result) + "\n" for result in results)
-    draw(results, options.output / "results.png")
-    for result in results:
-        print(
-            f"{result['arm']:<28} validation {result['validation_loss']:.4f}  sync rate "
-            f"{result['sync_rate']:6.1%}  {result['replica_bytes'] / 2**20:9.1f} MiB  drift "
-            f"{result['greatest_drift']:.2e}"
+    spawn(train_process, args=(port, options, waiting), nprocs=options.replicas)
+
+
+# ---------------------------------------------------------------- all of it
+
+
+def cell_file(name: str, options: argparse.Namespace) -> Path:
+    return options.output / "cells" / f"{name.replace(' ', '_')}_seed{options.seed}.json"
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    return {key: value for key, value in vars(options).items() if key not in _NOT_SETTINGS}
+
+
+def store(
+    name: str, sync: dict[str, Any], options: argparse.Namespace, result: dict[str, Any], seconds: float
+) -> None:
+    whole = {
+        "cell": name, "seed": options.seed, "sync": sync, **result,
+        "seconds": seconds, "settings": settings_of(options),
+    }  # fmt: skip
+    path = cell_file(name, options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(whole))
+    print(sync_report.line(whole), file=sys.stderr, flush=True)
+
+
+def done(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """A cell's result, if it has one of the same settings."""
+    path = cell_file(name, options)
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    return stored if stored.get("settings") == settings_of(options) else None
+
+
+def run(waiting: dict[str, dict[str, Any]], options: argparse.Namespace, end: float) -> list[dict[str, Any]]:
+    """Run the cells that have not finished before; the results of those that have one then."""
+    missing = {n: s for n, s in waiting.items() if not (found := done(n, options)) or not found["finished"]}
+    if options.mode == "processes":
+        # Whole cells that fit by their limit, as nobody can look at the clock for all processes in between.
+        count = (
+            int(max(0.0, end - time.monotonic()) // options.cell_seconds)
+            if options.seconds < 1e9
+            else len(missing)
         )
+        chosen = dict(list(missing.items())[: max(count, 0)])
+        if chosen:
+            train_processes(chosen, options)
+    else:
+        for name, sync in missing.items():
+            if time.monotonic() < end:
+                begin = time.monotonic()
+                store(name, sync, options, train_threads(sync, options), time.monotonic() - begin)
+    return [found for name in waiting if (found := done(name, options))]
+
+
+_NOT_SETTINGS = ("output", "cell_seconds", "seconds", "thresholds", "intervals", "match", "seed", "seeds")
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    found.add_argument("-o", "--output", type=Path, default=ROOT / "outputs" / "sync_quality")
+    found.add_argument("--size", choices=SIZES, default="small")
+    found.add_argument("--mode", choices=["auto", "threads", "processes"], default="auto")
+    found.add_argument("--replicas", type=int, help="default: GPUs if there are several, else 4")
+    found.add_argument("--steps", type=int, default=300)
+    found.add_argument("--batch", type=int, help="sequences of a replica and step")
+    found.add_argument("--thresholds", type=float, nargs="*", default=[0.1, 0.3, 0.5, 0.7])
+    found.add_argument("--intervals", type=int, nargs="*", default=[])
+    found.add_argument(
+        "--match", type=float, nargs="*", default=[0.1, 0.3, 0.5, 0.7],
+        help="thresholds whose sync rate a schedule is to have",
+    )  # fmt: skip
+    found.add_argument("--warmup", type=int, default=8, help="first steps, all of which synchronise")
+    found.add_argument(
+        "--local-update", choices=["orthonormal", "momentum", "gradient"], default="orthonormal"
+    )
+    found.add_argument("--local-lr", type=float)
+    found.add_argument("--lr", type=float)
+    found.add_argument("--scalar-lr", type=float, help="of AdamW for the other weights; default: --lr")
+    found.add_argument("--momentum", type=float, default=0.95)
+    found.add_argument("--rank-fraction", type=float, default=0.125)
+    found.add_argument("--error-feedback", action="store_true")
+    found.add_argument("--lr-warmup", type=int, default=10)
+    found.add_argument("--decay", type=float, default=0.2, help="share of the steps in which the rate falls")
+    found.add_argument("--seeds", type=int, nargs="*", default=[0])
+    found.add_argument("--cell-seconds", type=float, default=1e9, help="a cell is stopped after them")
+    found.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after them")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    gpus = torch.cuda.device_count()
+    options.device = "cuda" if gpus else "cpu"
+    options.replicas = options.replicas or (gpus if gpus > 1 else 4)
+    if options.mode == "auto":
+        options.mode = "processes" if gpus > 1 and options.replicas <= gpus else "threads"
+    if options.mode == "threads" and options.device == "cpu":
+        torch.set_num_threads(1)
+    options.output.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + options.seconds
+    results: list[dict[str, Any]] = []
+    for seed in options.seeds:
+        options.seed = seed
+        known = run(cells(options), options, end)
+        names = {result["cell"] for result in known}
+        waiting = {name: sync for name, sync in matched(known, options).items() if name not in names}
+        results += known + run(waiting, options, end)
+        if results:
+            sync_report.write(results, options.output)
+    print((options.output / "results.md").read_text() if results else "no cell was run")
     return 0
 
 

@@ -24,7 +24,7 @@ from titanforge.models.initialization import initialize_weights
 from titanforge.optim import build_optimizer
 from titanforge.optim.build import build_groups, build_recipe
 from titanforge.parallelisms import ParallelDims
-from titanforge.sync import CommLedger, build_sync_policy
+from titanforge.sync import CommLedger, Replication, build_sync_policy
 
 STEPS = 5
 
@@ -154,14 +154,9 @@ class Run:
         self.ledger = CommLedger()
         alone = self.dims.world_size == 1
         self.sync = build_sync_policy(config.sync)
-        self.sync.attach(
-            self.model,
-            None if alone else self.dims.get_group("dp_replicate"),
-            self.ledger,
-            optimizer=self.optimizer,
-            shard_group=None if alone else self.dims.get_group("dp_shard"),
-            world_group=None if alone else self.dims.get_group("loss"),
-        )
+        replicas = None if alone else self.dims.get_group("dp_replicate")
+        replication = replicas and Replication(replicas, self.dims.get_group("replica"), dist.group.WORLD)
+        self.sync.attach(self.model, replication, self.ledger, self.optimizer)
 
     def _sum_over_data(self, tensor: Tensor) -> None:
         if self.dims.world_size > 1 and (group := self.dims.get_group("loss")) is not None:

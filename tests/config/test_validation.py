@@ -126,7 +126,7 @@ def test_split_sequences_must_divide_and_what_is_not_shown_with_them_is_refused(
     assert message.startswith("training.seq_len = 126: must be a multiple of 4")
     assert message.endswith("use 128")
     assert "validation.seq_len = 9" in refusal_of(*tensor, "--validation.seq_len=9", world_size=8)
-    for argument in ("compile.enable=true", "training.enable_cpu_offload=true", "sync.policy=rmmc"):
+    for argument in ("compile.enable=true", "training.enable_cpu_offload=true"):
         assert refusal_of(*tensor, f"--{argument}", world_size=8).startswith(argument.split("=")[0])
     for name in RULES:
         argv = (*tensor, f"--optimizer.name={name}")

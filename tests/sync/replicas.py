@@ -13,7 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from titanforge.config.sections import Optimizer, ScalarOptimizer
 from titanforge.optim import RuleOptimizer, build_optimizer
-from titanforge.sync import CommLedger, EveryStep, LocalUpdate, Rmmc, Scheduled, StatesEveryStep, SyncPolicy
+from titanforge.sync import (
+    CommLedger,
+    EveryStep,
+    LocalUpdate,
+    Replication,
+    Rmmc,
+    Scheduled,
+    StatesEveryStep,
+    SyncPolicy,
+)
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 6, 11
 
@@ -52,7 +61,13 @@ class Run:
     """One rank of a run in which replica r reads `sequences[r::replicas]`, and its shards deal those."""
 
     def __init__(
-        self, policy: SyncPolicy, rule: str = "muon", shards: int = 1, uneven: bool = False, **options: Any
+        self,
+        policy: SyncPolicy,
+        rule: str = "muon",
+        shards: int = 1,
+        uneven: bool = False,
+        attach: bool = True,
+        **options: Any,
     ) -> None:
         self.replicas = dist.get_world_size() // shards
         self.mesh: DeviceMesh = init_device_mesh(
@@ -70,14 +85,10 @@ class Run:
                 module.set_force_sum_reduction_for_comms(True)  # pyright: ignore
         self.optimizer = optimizer_of(self.model, rule, **options)
         self.policy, self.ledger, self.count = policy, CommLedger(), 0
-        policy.attach(
-            self.model,
-            self.mesh["dp_replicate"].get_group() if self.replicas > 1 else None,
-            self.ledger,
-            optimizer=self.optimizer,
-            shard_group=self.mesh["dp_shard"].get_group() if shards > 1 else None,
-            world_group=dist.group.WORLD,
-        )
+        split = self.mesh["dp_shard"].get_group() if shards > 1 else None
+        replication = Replication(self.mesh["dp_replicate"].get_group(), split, dist.group.WORLD)
+        if attach:
+            policy.attach(self.model, replication, self.ledger, self.optimizer)
 
     def batch(self, replica: int) -> Tensor:
         tokens = torch.randint(

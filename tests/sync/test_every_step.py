@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed_harness import run_distributed
 from titanforge.config.sections import Optimizer
 from titanforge.optim import build_optimizer
-from titanforge.sync import CommLedger, EveryStep
+from titanforge.sync import CommLedger, EveryStep, Replication
 
 BATCH, MICRO_BATCHES, STEPS = 8, 2, 4
 
@@ -84,7 +84,7 @@ def assert_no_drift(weights: dict[str, Tensor]) -> None:
 
 def replicas(rank: int, world_size: int, bucket_mib: float) -> dict:
     model, policy, ledger = Model(), EveryStep(bucket_mib), CommLedger()
-    policy.attach(model, dist.group.WORLD, ledger)
+    policy.attach(model, Replication(dist.group.WORLD), ledger)
     size = BATCH // world_size
     train(model, policy, slice(rank * size, (rank + 1) * size), MICRO_BATCHES)
     weights = full_weights(model)
@@ -111,7 +111,7 @@ def hybrid(rank: int, world_size: int) -> dict[str, Tensor]:
         module.set_gradient_divide_factor(1.0)  # pyright: ignore
         module.set_force_sum_reduction_for_comms(True)  # pyright: ignore
     policy = EveryStep(0.0002)
-    policy.attach(model, mesh.get_group("dp_replicate"), CommLedger())
+    policy.attach(model, Replication(mesh.get_group("dp_replicate")), CommLedger())
     size = BATCH // world_size
     train(model, policy, slice(rank * size, (rank + 1) * size), MICRO_BATCHES)
     weights = full_weights(model)
@@ -122,7 +122,7 @@ def hybrid(rank: int, world_size: int) -> dict[str, Tensor]:
 def uneven_use(rank: int, world_size: int) -> dict[str, Tensor]:
     """The expert sees no token on rank 1: same collectives, same gradients everywhere."""
     model, policy, ledger = Model(), EveryStep(0.0002), CommLedger()
-    policy.attach(model, dist.group.WORLD, ledger)
+    policy.attach(model, Replication(dist.group.WORLD), ledger)
     policy.begin_step(1)
     policy.before_backward(0)
     loss_of(model, tokens_of(rank), with_expert=rank == 0).backward()
@@ -136,7 +136,7 @@ def uneven_use(rank: int, world_size: int) -> dict[str, Tensor]:
 
 def overlap(rank: int, world_size: int) -> tuple[int, int, int]:
     model, policy, ledger = Model(), EveryStep(0.0002), CommLedger()
-    policy.attach(model, dist.group.WORLD, ledger)
+    policy.attach(model, Replication(dist.group.WORLD), ledger)
     policy.begin_step(2)
     policy.before_backward(0)
     loss_of(model, tokens_of(0)).backward()
@@ -151,7 +151,7 @@ def overlap(rank: int, world_size: int) -> tuple[int, int, int]:
 def low_precision(rank: int, world_size: int) -> tuple[Tensor, torch.dtype]:
     layer = nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
     policy = EveryStep()
-    policy.attach(layer, dist.group.WORLD, CommLedger())
+    policy.attach(layer, Replication(dist.group.WORLD), CommLedger())
     policy.begin_step(1)
     policy.before_backward(0)
     # 256 + 1 + 1 + 1: bf16 partial sums would lose every 1, the fp32 sum rounds once.
@@ -163,7 +163,7 @@ def low_precision(rank: int, world_size: int) -> tuple[Tensor, torch.dtype]:
 
 def misuse(rank: int, world_size: int) -> None:
     model, policy = Model(), EveryStep(0.0002)
-    policy.attach(model, dist.group.WORLD, CommLedger())
+    policy.attach(model, Replication(dist.group.WORLD), CommLedger())
     policy.begin_step(1)
     policy.before_backward(0)
     loss_of(model, tokens_of(0)).backward()

@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.bench.replicas import ThreadGroup, ThreadLedger, run_replicas
 from tests.distributed_harness import run_distributed
 from tests.sync.replicas import Run, differences, local, unequal
-from titanforge.sync import EveryStep, Rmmc, Scheduled, StatesEveryStep
+from titanforge.config.sections import DionOptions
+from titanforge.sync import CollectiveFailed, EveryStep, Replication, Rmmc, Scheduled, StatesEveryStep
+from titanforge.sync.policy import WORLD_AXIS
 from titanforge.sync.rmmc import relative_change
 
 INF = math.inf
@@ -39,7 +42,7 @@ def always_sync(rank: int, world_size: int, shards: int, uneven: bool) -> None:
             run = Run(policy, rule, shards, uneven)
             assert unequal(_train(run, 4), wanted) == [], (rule, policy.name)
             assert differences(_groups(run), run.everything()) == []
-        if rule == "sgd":  # a mean of Adam's states, for one, is not the state of the mean gradient
+        if rule in ("sgd", "adamw"):  # the matrix rules turn round-off into steps
             plain = Run(EveryStep(), rule, shards, uneven)
             _train(plain, 4)
             for name, weight in plain.weights().items():
@@ -99,7 +102,7 @@ def never(rank: int, world_size: int) -> None:
     run = Run(Rmmc(INF))
     assert [run.step() for _ in range(6)] == [None] * 6
     assert run.ledger.total("dp_replicate", "states").count == 0
-    assert run.ledger.total("dp_replicate", "decision").count == 6
+    assert run.ledger.total(WORLD_AXIS, "decision").count == 6
     run.policy.synchronize("evaluation")
     assert [event["sync"] for event in run.policy.take_events()] == ["evaluation"]
     assert differences(_groups(run), run.everything()) == []
@@ -125,7 +128,7 @@ def hand_computed(rank: int, world_size: int) -> list[tuple[float, bool]]:
         model, Optimizer(name="sgd", momentum=0.5, lr=0.1, weight_decay=0.0), "float32"
     )
     policy = Rmmc(0.3, local=local("gradient"))
-    policy.attach(model, dist.group.WORLD, CommLedger(), optimizer=optimizer, world_group=dist.group.WORLD)
+    policy.attach(model, Replication(dist.group.WORLD), CommLedger(), optimizer)
     # Per step: gradient of a, of b, on rank 0 and 1.
     gradients = [(1, 2, 1, 2), (0.5, 1, 0.5, 1), (0.7, 1, 0.5, 1), (0.5, 0.8, 1.1, 1.2), (0.5, 1, 0.5, 1)]
     decisions = []
@@ -170,7 +173,7 @@ def norms_over_shards(rank: int, world_size: int) -> None:
             expected.append(square.sqrt())
         torch.testing.assert_close(run.policy.norms(), torch.stack(expected))
         assert differences(run.mesh["dp_shard"].get_group(), {"norms": run.policy.norms()}) == []
-    assert run.ledger.total("dp_shard", "rmmc norms").bytes % (4 * len(expected)) == 0
+    assert run.ledger.total("replica", "rmmc norms").bytes % (4 * len(expected)) == 0
 
 
 def same_decisions(rank: int, world_size: int, shards: int) -> None:
@@ -191,25 +194,97 @@ def bytes_on_the_wire(rank: int, world_size: int) -> None:
             t.tensor.numel() for t in tensors if t.splits == splits and (t.slot == "weight") == weights
         )
 
-    states = elements(True, False) + elements(False, False)
+    momenta, matrices = elements(True, False), elements(True, True)  # of Muon
+    others, moments = elements(False, True), elements(False, False)  # of AdamW
     first = [run.step()]
-    # The weights of rules that wait have never come apart, so they are not sent.
-    assert run.ledger.total("dp_replicate", "states").bytes == 4 * states
-    assert run.ledger.total("dp_replicate", "weights").bytes == 4 * elements(False, True)
+    # All knew beforehand that they would talk, so AdamW took the mean gradient, and no weight came apart.
+    assert run.ledger.total("dp_replicate", "gradients").bytes == 4 * others
+    assert run.ledger.total("dp_replicate", "states").bytes == 4 * momenta
+    assert run.ledger.total("dp_replicate", "weights").bytes == 0
     reasons = first + [run.step() for _ in range(4)]
     assert reasons == ["warm-up", None, None, None, "max_interval"]
-    assert run.ledger.total("dp_replicate", "states").bytes == 2 * 4 * states
-    weights = 2 * elements(False, True) + elements(True, True)
-    assert run.ledger.total("dp_replicate", "weights").bytes == 4 * weights
-    decision, drift = run.ledger.total("dp_replicate", "decision"), run.ledger.total("dp_replicate", "drift")
+    assert run.ledger.total("dp_replicate", "gradients").bytes == 2 * 4 * others
+    assert run.ledger.total("dp_replicate", "states").bytes == 4 * (2 * momenta + moments)
+    assert run.ledger.total("dp_replicate", "weights").bytes == 4 * (others + matrices)
+    assert run.ledger.total("dp_replicate", "clip").bytes == 2 * 4
+    decision, drift = run.ledger.total(WORLD_AXIS, "decision"), run.ledger.total(WORLD_AXIS, "drift")
     assert (decision.bytes, decision.count) == (4 * 5, 5)
-    assert (drift.bytes, drift.count) == (8 * 2, 2)
-    assert run.ledger.total().bytes == 8 * states + 4 * weights + 20 + 16
+    assert (drift.bytes, drift.count) == (8, 1)
+    counted = 4 * (3 * others + 2 * momenta + moments + matrices) + 8 + 20 + 8
+    assert run.ledger.total().bytes == counted
 
 
-def resumed(rank: int, world_size: int, rule: str) -> None:
+def one_clip_factor(rank: int, world_size: int) -> None:
+    """Replicas that found other clip factors still take one step where they share the gradient."""
+    run = Run(StatesEveryStep(), "adamw")
+    for _ in range(2):
+        run.optimizer.set_lr(1.0)
+        run.backward()
+        run.policy.step(run.optimizer, torch.tensor(1.0), torch.tensor(0.25 + 0.5 * rank))
+        run.count += 1
+        assert differences(_groups(run), run.everything()) == []
+    assert run.ledger.total("dp_replicate", "states").bytes == 0
+
+
+LOW_RANK = {"rule": "dion", "dion": DionOptions(rank_fraction=0.34)}  # r = 2 of the two 6 x 6 matrices
+FACTOR_BYTES = 2 * 4 * 2 * (6 + 6)  # of one sync: two matrices, fp32, r (m + n)
+
+
+def factors_against_dense(rank: int, world_size: int) -> None:
+    for feedback in (True, False):
+        options = {"rule": "dion", "dion": DionOptions(0.34, error_feedback=feedback)}
+        dense = Run(StatesEveryStep(low_rank=False), **options)
+        factors = Run(StatesEveryStep(), **options)
+        for count in range(1, 5):
+            dense.step()
+            factors.step()
+            for name, weight in factors.weights().items():
+                torch.testing.assert_close(weight, dense.weights()[name], rtol=1e-4, atol=1e-5)
+            assert differences(_groups(factors), factors.weights()) == []
+            assert factors.ledger.total("dp_replicate", "factors").bytes == count * FACTOR_BYTES
+        momenta = {name: value for name, value in factors.everything().items() if name.endswith("weight/m")}
+        apart = differences(_groups(factors), momenta)
+        assert apart == ["layers.0.weight/m", "layers.1.weight/m"], "no momentum was sent"
+        for name in apart:
+            total = momenta[name].clone()
+            dist.all_reduce(total)
+            torch.testing.assert_close(total / world_size, dense.everything()[name], rtol=1e-4, atol=1e-6)
+        saved = factors.ledger.total("dp_replicate", "states").bytes
+        assert dense.ledger.total("dp_replicate", "states").bytes - saved == 4 * 2 * 4 * 36
+        factors.policy.synchronize("checkpoint")
+        assert differences(_groups(factors), factors.everything()) == []
+        assert factors.ledger.total("dp_replicate", "states").bytes - saved >= 2 * 4 * 36
+
+
+def factors_of_one_gradient(rank: int, world_size: int) -> None:
+    """Halves of one number are exact: replicas that read the same agree with dense ones bit for bit."""
+    runs = [Run(policy, **LOW_RANK) for policy in (StatesEveryStep(low_rank=False), StatesEveryStep())]
+    for run in runs:
+        run.batch = functools.partial(Run.batch, run, 0)
+        run.batch = lambda replica, first=run.batch: first()  # type: ignore[method-assign]
+        _train(run, 4)
+    dense, factors = runs
+    assert unequal(factors.everything(), dense.everything()) == []
+    assert factors.ledger.total("dp_replicate", "factors").bytes == 4 * FACTOR_BYTES
+
+
+def factors_after_local_steps(rank: int, world_size: int) -> None:
+    run = Run(Scheduled(3), **LOW_RANK)
+    reasons = []
+    for _ in range(6):
+        reasons.append(run.step())
+        everything = run.everything()
+        agreed = {name: value for name, value in everything.items() if not name.endswith(".weight/m")}
+        apart = differences(_groups(run), agreed)
+        assert bool(apart) == (reasons[-1] is None), (reasons, apart)
+    assert reasons == [None, None, "scheduled"] * 2
+    # What only U writes is shared before the sketches are made of it: they would have no mean.
+    assert run.ledger.total("dp_replicate", "factors").bytes == 2 * FACTOR_BYTES
+
+
+def resumed(rank: int, world_size: int, rule: str, **options: Any) -> None:
     def new() -> Run:
-        return Run(Rmmc(2.0, max_interval=5, warmup_steps=1), rule)
+        return Run(Rmmc(2.0, max_interval=5, warmup_steps=1), rule, **options)
 
     whole = new()
     for _ in range(4):
@@ -252,6 +327,24 @@ def skipped(rank: int, world_size: int) -> None:
             assert int(run.optimizer.step_count) == 1
 
 
+def as_threads(rank: int, world_size: int) -> None:
+    """What `scripts/bench/sync_quality.py` does on one device, beside the processes that it stands for."""
+    for policy, rule in ((EveryStep, "adamw"), (lambda: Scheduled(3, warmup_steps=1), "muon")):
+        real = Run(policy(), rule)
+        wanted = _train(real, 5)
+        runs = [Run(policy(), rule, attach=False) for _ in range(world_size)]
+
+        def train(group: ThreadGroup, runs: list[Run] = runs) -> dict[str, torch.Tensor]:
+            run = runs[group.rank()]
+            run.replica, run.ledger = group.rank(), ThreadLedger()
+            run.policy.attach(run.model, Replication(group), run.ledger, run.optimizer)  # type: ignore[arg-type]
+            return _train(run, 5)
+
+        results = run_replicas(world_size, train)
+        assert unequal(results[rank], wanted) == [], rule
+        assert runs[rank].ledger.metrics() == real.ledger.metrics()
+
+
 def without_averaged_weights(rank: int, world_size: int) -> None:
     run = Run(Scheduled(2, average_parameters=False), "muon")
     for _ in range(4):
@@ -281,7 +374,14 @@ CHECKS = {
     "resume from a save amid local steps, Muon": (2, resumed, ("muon",)),
     "resume from a save amid local steps, SGD": (2, resumed, ("sgd",)),
     "resume from a save amid local steps, Dion": (2, resumed, ("dion",)),
+    "resume from a save amid local steps, Dion of low rank": (2, functools.partial(resumed, **LOW_RANK), ()),
+    "Dion's factors in place of its momenta: the dense update": (2, factors_against_dense, ()),
+    "factors of four replicas": (4, factors_against_dense, ()),
+    "the same, bit for bit where sums are exact": (2, factors_of_one_gradient, ()),
+    "factors after local steps": (2, factors_after_local_steps, ()),
     "a step that is not applied changes nothing": (2, skipped, ()),
+    "one clip factor for one gradient": (2, one_clip_factor, ()),
+    "replicas as threads take the same steps": (2, as_threads, ()),
     "weights may stay apart until a checkpoint": (2, without_averaged_weights, ()),
 }
 
@@ -310,8 +410,6 @@ def test_replicas(name):
 
 
 def one_gone(rank: int, world_size: int) -> str:
-    from titanforge.sync import ReplicaLost
-
     run = Run(Rmmc(0.5), "sgd")
     run.step()
     if rank == 1:
@@ -320,12 +418,13 @@ def one_gone(rank: int, world_size: int) -> str:
     try:
         for _ in range(3):
             run.step()
-    except ReplicaLost as error:
+    except CollectiveFailed as error:
         return str(error)
     return "nothing was raised"
 
 
 def test_a_lost_replica_is_told_within_the_timeout():
     message, _ = run_distributed(one_gone, 2, timeout=90)
+    assert "the all-reduce of decision over world failed" in message
     assert "gone or slower than comm.train_timeout_seconds" in message
     assert "parallelism.data_parallel_replicate_degree" in message

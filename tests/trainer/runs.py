@@ -120,6 +120,8 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     flat = dict(_flatten(tensors, ""))
     assert any(name.startswith("model.") for name in flat), sorted(flat)
     state = json.loads((folder / "state.json").read_text())
+    # Which collectives it took, an interruption included, is no part of what is trained.
+    (state.get("train_state") or {}).pop("comm", None)
     return flat | {f"json:{name}": json.dumps(value, sort_keys=True) for name, value in state.items()}
 
 

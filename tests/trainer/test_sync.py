@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.trainer.runs import argv, assert_same_checkpoint, column, lines, train_all, write_corpus
 
 
@@ -53,7 +55,12 @@ def test_rmmc_saves_evaluates_resumes_and_goes_on_with_fewer_replicas(tmp_path):
     line = next(line for line in lines(whole) if "loss" in line and line["step"] == 8)
     assert line["sync/rate"] == 4 / 8 and line["sync/local_steps"] == 2 and line["sync/rmmc_max"] > 0
     assert sum(name.startswith("sync/rmmc/layers.") for name in line) == 3
-    assert line["comm/dp_replicate/decision_count"] == 8
+    assert line["comm/world/decision_count"] == 8
+    assert line["comm/world/agreement_count"] >= 2 * 8
+    # The second process of `parts` counts on where the first one ended.
+    resumed = next(line for line in lines(parts) if "loss" in line and line["step"] == 8)
+    for key in ("loss/loss", "world/decision", "dp_replicate/states", "dp_replicate/weights"):
+        assert resumed[f"comm/{key}_bytes"] == line[f"comm/{key}_bytes"] > 0
     assert (whole / "metrics.png").stat().st_size > 0
     # The second process of `parts` began where the first had saved, and the last step's evaluation and save
     # of the first are the sync points of step 4 in both.
@@ -69,12 +76,30 @@ def test_rmmc_saves_evaluates_resumes_and_goes_on_with_fewer_replicas(tmp_path):
     assert len(column(whole, "loss")) == 10
 
 
-def test_scheduled_inside_hsdp(tmp_path):
+def test_scheduled_inside_hsdp_and_rmmc_inside_tensor_parallelism(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", documents=200)
-    folder = tmp_path / "hsdp"
+    folder, split, whole = tmp_path / "hsdp", tmp_path / "split", tmp_path / "whole"
+    momentum = {
+        "optimizer__name": "sgd",
+        "optimizer__lr": 0.1,
+        "training__steps": 6,
+        "training__max_norm": 0,
+        "model__n_kv_heads": 2,
+        "sync__threshold": 1e9,
+        "sync__max_interval": 2,
+        "checkpoint__enable": False,
+    }
+    train_all(2, [_arguments(whole, corpus, **momentum)])
     train_all(
         4,
         [
+            _arguments(
+                split,
+                corpus,
+                **momentum,
+                training__local_batch_size=4,
+                parallelism__tensor_parallel_degree=2,
+            ),
             _arguments(
                 folder,
                 corpus,
@@ -85,9 +110,13 @@ def test_scheduled_inside_hsdp(tmp_path):
                 sync__interval=3,
                 sync__threshold=None,
                 sync__max_interval=None,
-            )
+            ),
         ],
     )
     assert _syncs(folder) == [(1, "warm-up"), (4, "scheduled"), (6, "checkpoint")]
     losses = column(folder, "loss")
     assert losses[-1] < losses[0]
+    # Replicas of two ranks each decide, and train, as replicas of one: norms are of whole weights.
+    assert _syncs(split) == _syncs(whole) == [(1, "warm-up"), (4, "max_interval")]
+    assert column(split, "sync/rmmc_max")[1:] == pytest.approx(column(whole, "sync/rmmc_max")[1:], rel=1e-3)
+    assert column(split, "loss") == pytest.approx(column(whole, "loss"), abs=1e-5)

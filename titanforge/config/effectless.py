@@ -98,6 +98,14 @@ DEPENDENCES = (
         "parallelism.module_fqns_per_model_part names the stages",
     ),
     Dependence(
+        ("sync.low_rank",),
+        lambda config, device: (
+            rule_name(config.optimizer.name) == "dion"
+            and (config.sync.policy != "every_step" or config.sync.reduce == "states")
+        ),
+        "no momentum is averaged by its factors: that is Dion's, under policies that average states",
+    ),
+    Dependence(
         ("parallelism.context_parallel_method",),
         lambda config, device: config.parallelism.context_parallel_degree > 1,
         "parallelism.context_parallel_degree is 1",

@@ -100,8 +100,6 @@ def _check_split_sequences(config: JobConfig) -> None:
     for path, wanted in (
         ("compile.enable", False),
         ("training.enable_cpu_offload", False),
-        ("sync.policy", "every_step"),
-        ("sync.reduce", "gradients"),
     ):
         if schema.get_value(config, path) != wanted:
             raise refusal(

@@ -395,6 +395,9 @@ class Sync:
     """Greatest number of consecutive local steps; 0: no bound."""
     average_parameters: bool = True
     """Average weights at each sync; false: states alone (saves and evaluations average weights anyway)."""
+    low_rank: bool = True
+    """Reduce the momenta of rules that can by their low-rank factors (Dion): the same update for fewer bytes.
+    Momenta themselves then stay each replica's own until a save or an evaluation averages them."""
     bucket_mib: float = 32.0
     """Size of one reduction bucket, in MiB."""
 

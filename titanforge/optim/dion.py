@@ -61,11 +61,23 @@ class Dion(MatrixRule):
         return (unit_columns(torch.randn(slot.shape, generator=generator)).to(device),)
 
     def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
+        p = orthonormal(self.sketch(m, auxiliary))
+        return self.of_factors(m, auxiliary, h, p, self.projection(m, p))
+
+    def sketch(self, m: Tensor, auxiliary: State) -> Tensor:
+        """B Q [*, long, r]: linear in the momentum, so its mean over replicas is that of their mean."""
+        return _tall(m) @ auxiliary[0]
+
+    def projection(self, m: Tensor, p: Tensor) -> Tensor:
+        """R = B^T P [*, short, r]; linear in the momentum."""
+        return _tall(m).mT @ p
+
+    def of_factors(
+        self, m: Tensor, auxiliary: State, h: Tensor, p: Tensor, r: Tensor
+    ) -> tuple[Tensor, Tensor, State]:
+        """What `direction` returns, from P and R: those of M, or of the mean of all replicas' M."""
         (q,) = auxiliary
-        wide = m.shape[-1] > m.shape[-2]
-        b = m.mT if wide else m
-        p = orthonormal(b @ q)
-        r = b.mT @ p
+        wide, b = m.shape[-1] > m.shape[-2], _tall(m)
         new_q, good = self.settle(r, q)
         update = torch.where(good, p @ new_q.mT, 0.0)
         left = torch.where(good, b - h[6] * (p @ r.mT), b) if self.u_writes_state else b
@@ -85,6 +97,10 @@ class Dion(MatrixRule):
 
     def own_scale(self, rows: int, columns: int) -> float:
         return math.sqrt(rows / max(columns, 1))
+
+
+def _tall(m: Tensor) -> Tensor:
+    return m.mT if m.shape[-1] > m.shape[-2] else m
 
 
 def orthonormal(x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from titanforge.optim.local_update import (
     write_copies,
 )
 from titanforge.optim.param_groups import ParamGroupSpec
+from titanforge.optim.replica_factors import FactoredRule, Mean, pays, update_by_factors
 from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule, UpdateRule
 from titanforge.optim.sharded import update_sharded
 from titanforge.optim.states import (
@@ -46,7 +47,7 @@ from titanforge.optim.states import (
 class Entry:
     """One parameter with its states; `master` is the fp32 weight behind a bfloat16 one.
 
-    auxiliary, parts, matrix: as in `LocalWeight`. beside: what a checkpoint holds of it besides.
+    auxiliary, parts, matrix, factored: as in `LocalWeight`. beside: what a checkpoint holds of it besides.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Entry:
     auxiliary: dict[str, Tensor] = field(default_factory=dict)
     parts: int = 1
     matrix: tuple[int, int] | None = None
+    factored: bool = False
     beside: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -84,6 +86,7 @@ class Entry:
             auxiliary=tuple(local_tensor(state) for state in self.auxiliary.values()),
             parts=self.parts,
             matrix=self.matrix,
+            factored=self.factored,
         )
 
 
@@ -161,12 +164,25 @@ class RuleOptimizer:
                 master = param.detach().float() if recipe.needs_master(param) else None
                 codec = recipe.weight_codec_for(rule, param)
                 auxiliary = new_auxiliary(rule, name, param, parts)
-                matrix = None
+                matrix, factored = None, False
                 if rule.matrix_only:
                     matrix = (param.shape[-2] // parts, param.shape[-1])
+                    factored = not is_cut(param, rule.u_dims) and pays(rule, *matrix)
                     parts = parts if rule.whole_parts else 1
                 entries.append(
-                    Entry(name, param, states, master, codec, tensor_id(name), row, auxiliary, parts, matrix)
+                    Entry(
+                        name,
+                        param,
+                        states,
+                        master,
+                        codec,
+                        tensor_id(name),
+                        row,
+                        auxiliary,
+                        parts,
+                        matrix,
+                        factored,
+                    )
                 )
         return Family(rule, list(groups), entries)
 
@@ -308,8 +324,8 @@ class RuleOptimizer:
         if not isinstance(rule, ElementwiseRule):
             self._update_weights(family, hyper)
 
-    def _update_weights(self, family: Family, hyper: Tensor) -> None:
-        """What is left after the elementwise pass; of rules that split, U."""
+    def _update_weights(self, family: Family, hyper: Tensor, mean: Mean | None = None) -> None:
+        """What is left after the elementwise pass; of rules that split, U. mean: as of `finish_step`."""
         rule, items = family.rule, self._items(family)
         if isinstance(rule, ElementwiseRule):
             split.finish(rule, items, hyper)
@@ -318,6 +334,10 @@ class RuleOptimizer:
             items = self._update_gathered(rule, family, hyper)
         for row in range(len(family.groups)):
             members = [item for item in items if item.hyper_row == row]
+            if mean is not None and isinstance(rule, FactoredRule):
+                if factored := [item for item in members if item.factored]:
+                    update_by_factors(rule, factored, hyper[row], mean)
+                members = [item for item in members if not item.factored]
             if isinstance(rule, StateGlobalRule):
                 update_state_global(rule, members, hyper[row], self._rng, self._nonfinite)
             else:
@@ -345,9 +365,11 @@ class RuleOptimizer:
                 split.accumulate(family.rule, items, hyper, self._rng, self._nonfinite)
 
     @torch.no_grad()
-    def finish_step(self, local: split.LocalStep | None = None) -> None:
+    def finish_step(self, local: split.LocalStep | None = None, mean: Mean | None = None) -> None:
         """Second half: U of the rules that split, or `local` in its place; gradients are as in the first.
 
+        mean: overwrites tensors with their mean over replicas. If given, the momenta that can be reduced by
+            their factors (`ReplicatedTensor.factored`) are not averaged yet, and U is of their mean.
         After a local step without U, a rule whose U decays the momentum (error feedback) has it decayed here:
         the momentum then is M <- mu M + G throughout.
         """
@@ -359,7 +381,7 @@ class RuleOptimizer:
                 hyper = hyper.clone()
                 hyper[:, 1] = local.lr * self._lr_factor
             if local is None or local.kind == "orthonormal":
-                self._update_weights(family, hyper)
+                self._update_weights(family, hyper, mean)
                 continue
             for item in self._items(family):
                 split.step_along(local, item, hyper[item.hyper_row])
@@ -389,7 +411,9 @@ class RuleOptimizer:
                 tensors = {"weight": item.weight}
                 tensors |= {state.slot.name: state.local.values for state in entry.states}
                 found += [
-                    split.ReplicatedTensor(entry.name, slot, waits, True, tensor)
+                    split.ReplicatedTensor(
+                        entry.name, slot, waits, True, tensor, entry.factored and slot == "m"
+                    )
                     for slot, tensor in tensors.items()
                 ]
                 found += [

@@ -40,7 +40,8 @@ class LocalWeight:
     gradient: None stands for zeros. codec: how the weight is stored where not plainly. hyper_row: its group's
     row. auxiliary: states that only U knows. parts: matrices of equal height that the weight is made of, one
     below the other (a fused QKV, heads); U takes each by itself. matrix: m, n of a whole matrix where this
-    rank has a part of it.
+    rank has a part of it. factored: whether replicas may average the momentum by its factors
+    (`replica_factors`).
     """
 
     weight: Tensor
@@ -53,6 +54,7 @@ class LocalWeight:
     auxiliary: tuple[Tensor, ...] = ()
     parts: int = 1
     matrix: tuple[int, int] | None = None
+    factored: bool = False
 
     @property
     def is_plain(self) -> bool:

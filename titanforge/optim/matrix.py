@@ -109,9 +109,21 @@ class MatrixRule(StateGlobalRule):
     ) -> tuple[Tensor, State, State]:
         """s O, and what it leaves in the states; where h[0] is 0 these are the old ones, bit for bit."""
         (m,) = state
+        found = self.direction(self.looked_at(m, h, g), auxiliary, h)
+        return self.applied(m, auxiliary, h, found, matrix)
+
+    def applied(
+        self,
+        m: Tensor,
+        auxiliary: State,
+        h: Tensor,
+        found: tuple[Tensor, Tensor, State],
+        matrix: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, State, State]:
+        """What `scaled_direction` returns, from what `direction` found."""
+        update, left, new_auxiliary = found
         rows, columns = matrix or m.shape[-2:]
-        update, left, new_auxiliary = self.direction(self.looked_at(m, h, g), auxiliary, h)
-        kept = (select(h, left, m),) if self.u_writes_state else state
+        kept = (select(h, left, m),) if self.u_writes_state else (m,)
         new_auxiliary = tuple(select(h, new, old) for new, old in zip(new_auxiliary, auxiliary))
         return update * self.scale(rows, columns), kept, new_auxiliary
 

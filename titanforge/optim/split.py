@@ -35,7 +35,8 @@ class ReplicatedTensor:
 
     name: the weight's. slot: `weight`, or the state's. splits: whether the weight's rule waits between A and
     U. has_mean: False for a state of U alone (a basis), of which replicas share one copy instead.
-    tensor: live; a weight's is its fp32 master where there is one.
+    tensor: live; a weight's is its fp32 master where there is one. factored: a momentum whose mean U can be
+    taken of without averaging it (`replica_factors`).
     """
 
     name: str
@@ -43,6 +44,7 @@ class ReplicatedTensor:
     splits: bool
     has_mean: bool
     tensor: Tensor
+    factored: bool = False
 
 
 def splits(rule: UpdateRule) -> bool:

@@ -6,20 +6,21 @@ Imports torch only. A policy sees a model, a process group and the ledger; it kn
 from __future__ import annotations
 
 from titanforge.sync.every_step import EveryStep
-from titanforge.sync.ledger import CommLedger
-from titanforge.sync.local_steps import LocalSteps, ReplicaLost, StatesEveryStep
-from titanforge.sync.policy import LocalUpdate, SyncPolicy
+from titanforge.sync.ledger import CollectiveFailed, CommLedger
+from titanforge.sync.local_steps import LocalSteps, StatesEveryStep
+from titanforge.sync.policy import LocalUpdate, Replication, SyncPolicy
 from titanforge.sync.registry import POLICIES, build_sync_policy
 from titanforge.sync.rmmc import Rmmc
 from titanforge.sync.scheduled import Scheduled
 
 __all__ = [
     "POLICIES",
+    "CollectiveFailed",
     "CommLedger",
     "EveryStep",
     "LocalSteps",
     "LocalUpdate",
-    "ReplicaLost",
+    "Replication",
     "Rmmc",
     "Scheduled",
     "StatesEveryStep",

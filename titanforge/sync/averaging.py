@@ -7,9 +7,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from titanforge.sync.ledger import CommLedger
 from titanforge.sync.policy import REPLICATE_AXIS
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be distributed."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

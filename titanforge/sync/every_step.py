@@ -10,17 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from titanforge.sync.ledger import CommLedger
-from titanforge.sync.policy import REPLICATE_AXIS, SyncPolicy
+from titanforge.sync.averaging import local_part
+from titanforge.sync.ledger import CommLedger, named_failure
+from titanforge.sync.policy import REPLICATE_AXIS, Replication, SyncPolicy
 
 _PURPOSE = "gradients"
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass
@@ -89,17 +85,14 @@ class EveryStep(SyncPolicy):
     def attach(
         self,
         model: nn.Module,
-        replicate_group: ProcessGroup | None,
+        replication: Replication | None,
         ledger: CommLedger,
-        *,
         optimizer: Any = None,
-        shard_group: ProcessGroup | None = None,
-        world_group: ProcessGroup | None = None,
     ) -> None:
         self.close()
-        if replicate_group is None or replicate_group.size() == 1:
+        if replication is None or replication.replicas.size() == 1:
             return
-        self._group, self._ledger = replicate_group, ledger
+        self._group, self._ledger = replication.replicas, ledger
         self._optimizer = optimizer if hasattr(optimizer, "take_reduced") else None
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         self._names = {id(param): name for name, param in named}
@@ -113,7 +106,7 @@ class EveryStep(SyncPolicy):
         buckets: list[_Bucket] = []
         filled = math.inf
         for param in params:
-            size = _local(param.detach()).numel()
+            size = local_part(param.detach()).numel()
             if filled + size > self._bucket_elements:
                 buckets.append(_Bucket([]))
                 filled = 0
@@ -153,14 +146,14 @@ class EveryStep(SyncPolicy):
         for event in bucket.events:
             event.wait()
         bucket.events.clear()
-        locals_ = [_local(param.detach()) for param in bucket.params]
+        locals_ = [local_part(param.detach()) for param in bucket.params]
         total = sum(local.numel() for local in locals_)
         buffer = torch.zeros(total, dtype=torch.float32, device=locals_[0].device)
         targets, sources = [], []
         for param, piece in zip(bucket.params, self._pieces(buffer, locals_)):
             if param.grad is not None:
                 targets.append(piece)
-                sources.append(_local(param.grad))
+                sources.append(local_part(param.grad))
         if targets:
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
         if self._optimizer is not None:
@@ -181,7 +174,8 @@ class EveryStep(SyncPolicy):
         """Wait for a bucket's sums and hand them over."""
         if bucket.buffer is not None:
             if bucket.work is not None:
-                bucket.work.wait()
+                with named_failure("the all-reduce of gradients over dp_replicate"):
+                    bucket.work.wait()
             self._write_back(bucket, bucket.buffer)
             bucket.buffer = bucket.work = None
             bucket.done = True
@@ -218,7 +212,7 @@ class EveryStep(SyncPolicy):
             self._finish(bucket)
 
     def _write_back(self, bucket: _Bucket, buffer: Tensor) -> None:
-        pieces = self._pieces(buffer, [_local(param.detach()) for param in bucket.params])
+        pieces = self._pieces(buffer, [local_part(param.detach()) for param in bucket.params])
         targets, sources = [], []
         taken = []
         for param, piece in zip(bucket.params, pieces):
@@ -227,7 +221,7 @@ class EveryStep(SyncPolicy):
                 continue
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-            targets.append(_local(param.grad))
+            targets.append(local_part(param.grad))
             sources.append(piece)
         if targets:
             torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
@@ -26,6 +27,20 @@ class LedgerEntry:
     seconds: float = 0.0
 
 
+class CollectiveFailed(RuntimeError):
+    """A collective did not complete.
+
+    what: which one. cause: what the backend said.
+    """
+
+    def __init__(self, what: str, cause: Exception) -> None:
+        super().__init__(
+            f"{what} failed ({' '.join(str(cause).split())[:200]}): a rank is gone or slower than "
+            "comm.train_timeout_seconds. Resume from the last checkpoint, on fewer ranks if need be "
+            "(parallelism.data_parallel_replicate_degree)."
+        )
+
+
 class CommLedger:
     """Counts collectives by mesh axis and purpose.
 
@@ -38,9 +53,15 @@ class CommLedger:
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], LedgerEntry] = {}
+        self.latest = "nothing sent yet"
+        """The collective that was issued last, in words: where this rank is if it hangs."""
+        self.issued = 0
+        """Collectives of this process, in which one that hangs lags behind the others."""
 
     def record(self, axis: str, purpose: str, bytes: int, count: int = 1) -> None:
         """Add `count` collectives with `bytes` in all, issued elsewhere."""
+        self.latest = f"the {purpose} over {axis}"
+        self.issued += count
         entry = self._entries.setdefault((axis, purpose), LedgerEntry())
         entry.bytes += bytes
         entry.count += count
@@ -78,20 +99,21 @@ class CommLedger:
     @contextlib.contextmanager
     def _timed(self, tensor: Tensor, axis: str, purpose: str) -> Iterator[None]:
         begin = time.perf_counter()
-        yield
+        with named_failure(self.latest):
+            yield
         if tensor.device.type == "cpu":
             self._entries[axis, purpose].seconds += time.perf_counter() - begin
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Totals as plain numbers, so that a resumed run counts on."""
+        """Totals as plain numbers, so that a resumed run counts on; seconds are of one process alone."""
         return {f"{axis}/{purpose}": [e.bytes, e.count] for (axis, purpose), e in self._entries.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the totals by saved ones."""
+        """Replace the totals by saved ones: what was sent in order to resume is no part of the run."""
         self._entries = {}
         for key, (bytes, count) in state.items():
-            axis, purpose = key.split("/", 1)
-            self.record(axis, purpose, bytes, count)
+            axis, _, purpose = key.partition("/")
+            self._entries[axis, purpose] = LedgerEntry(bytes, count)
 
     def all_reduce(
         self,
@@ -106,8 +128,9 @@ class CommLedger:
         """Reduce in place over the group; returns the work to wait for if `async_op`.
 
         group: None stands for no communication (one rank), not for the default group.
+        Raises CollectiveFailed; where the work is waited for elsewhere, `named_failure` does it.
         """
-        if not self._note(tensor, group, axis, purpose):
+        if not self._note(tensor, group, "all-reduce", axis, purpose):
             return None
         if async_op:
             return dist.all_reduce(tensor, op=op, group=group, async_op=True)
@@ -118,7 +141,7 @@ class CommLedger:
         self, tensor: Tensor, group: ProcessGroup | None, *, group_src: int = 0, axis: str, purpose: str
     ) -> None:
         """Overwrite with the tensor of the group's rank `group_src`."""
-        if self._note(tensor, group, axis, purpose):
+        if self._note(tensor, group, "broadcast", axis, purpose):
             with self._timed(tensor, axis, purpose):
                 dist.broadcast(tensor, group=group, group_src=group_src)
 
@@ -126,7 +149,7 @@ class CommLedger:
         self, output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, axis: str, purpose: str
     ) -> None:
         """Concatenate the ranks' tensors along dim 0 into `output`."""
-        if self._note(output, group, axis, purpose):
+        if self._note(output, group, "all-gather", axis, purpose):
             with self._timed(tensor, axis, purpose):
                 dist.all_gather_into_tensor(output, tensor, group=group)
         else:
@@ -145,7 +168,7 @@ class CommLedger:
         """Sum over the group, of which each rank keeps its slice along dim 0; returns the work to wait for
         if `async_op`.
         """
-        if not self._note(tensor, group, axis, purpose):
+        if not self._note(tensor, group, "reduce-scatter", axis, purpose):
             output.copy_(tensor.view_as(output))
             return None
         if async_op:
@@ -153,8 +176,22 @@ class CommLedger:
         with self._timed(tensor, axis, purpose):
             return _reduce_scatter(output, tensor, group=group)
 
-    def _note(self, tensor: Tensor, group: ProcessGroup | None, axis: str, purpose: str) -> bool:
+    def _note(
+        self, tensor: Tensor, group: ProcessGroup | None, operation: str, axis: str, purpose: str
+    ) -> bool:
         if group is None or dist.get_world_size(group) == 1:
             return False
         self.record(axis, purpose, tensor.numel() * tensor.element_size())
+        self.latest = f"the {operation} of {purpose} over {axis}"
         return True
+
+
+@contextlib.contextmanager
+def named_failure(what: str) -> Iterator[None]:
+    """Raise what a backend raises inside as the failure of this collective."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise CollectiveFailed(what, error) from error

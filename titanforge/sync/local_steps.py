@@ -3,7 +3,8 @@
 A step is A, the decision, U. Rules whose A is affine in the gradient (Muon, Dion, Dobb, SGD with momentum)
 fold their own replica's gradient into the momentum and wait: at a sync the momentum is averaged, the weights
 too if they have come apart, and then every replica takes the same full update; otherwise each takes a local
-step. All other rules step locally first, and a sync averages their weights and states (local SGD).
+step. All other rules step locally first, and a sync averages their weights and states (local SGD); where it
+is known before the step that it synchronises, they take their step on the mean gradient instead.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from titanforge.sync.averaging import average, share_copies
+from titanforge.sync.averaging import average, local_part, share_copies
 from titanforge.sync.ledger import CommLedger
-from titanforge.sync.policy import REPLICATE_AXIS, LocalUpdate, Replicated, SplitOptimizer, SyncPolicy
+from titanforge.sync.policy import (
+    REPLICATE_AXIS,
+    WORLD_AXIS,
+    LocalUpdate,
+    Replicated,
+    Replication,
+    SplitOptimizer,
+    SyncPolicy,
+)
 
 
 class LocalSteps(SyncPolicy):
@@ -31,6 +40,8 @@ class LocalSteps(SyncPolicy):
     warmup_steps: the first steps of the run, all of which synchronise.
     max_interval: greatest number of consecutive local steps; 0: no bound.
     average_parameters: whether a sync averages weights (a forced one always does).
+    low_rank: at a sync reduce momenta by their factors where the rule can (Dion). The update is that of the
+        mean; the momenta themselves stay apart, with the same mean, until a forced sync averages them.
     bucket_mib: size of one reduction, in MiB of fp32.
     """
 
@@ -43,9 +54,10 @@ class LocalSteps(SyncPolicy):
         warmup_steps: int = 0,
         max_interval: int = 0,
         average_parameters: bool = True,
+        low_rank: bool = True,
         bucket_mib: float = 32.0,
     ) -> None:
-        self._local = local or LocalUpdate()
+        self._local, self._low_rank = local or LocalUpdate(), low_rank
         self._warmup_steps, self._max_interval = warmup_steps, max_interval
         self._average_parameters = average_parameters
         self._bucket_elements = max(1, int(bucket_mib * 2**20 / 4))
@@ -53,13 +65,15 @@ class LocalSteps(SyncPolicy):
         self._world_group: ProcessGroup | None = None
         self._shard_group: ProcessGroup | None = None
         self._ledger = CommLedger()
-        self._replica, self._tokens = 0, [0]
+        self._replica, self._tokens, self._share = 0, [0], 1.0
+        self._step_tokens, self._reduced = [0], False
         self._events: list[dict[str, Any]] = []
         self._steps = self._syncs = 0
         self.local_steps = 0
         """Consecutive steps without a sync."""
         # Which weights replicas may disagree on: those of rules that split, and the others.
         self._apart = {True: False, False: False}
+        self._momenta_apart = False
         self._drift: Tensor | float = 0.0
 
     # ---------------------------------------------------------------- what a policy is
@@ -67,6 +81,10 @@ class LocalSteps(SyncPolicy):
     @abstractmethod
     def wants_sync(self) -> bool:
         """The decision, after A and before U, once per step; the same answer on every rank."""
+
+    def will_sync(self) -> bool:
+        """Whether it is known already, before the next step's gradients, that it synchronises."""
+        return False
 
     def after_average(self) -> None:
         """States were averaged."""
@@ -76,15 +94,12 @@ class LocalSteps(SyncPolicy):
     def attach(
         self,
         model: nn.Module,
-        replicate_group: ProcessGroup | None,
+        replication: Replication | None,
         ledger: CommLedger,
-        *,
         optimizer: Any = None,
-        shard_group: ProcessGroup | None = None,
-        world_group: ProcessGroup | None = None,
     ) -> None:
         self.close()
-        if replicate_group is None or replicate_group.size() == 1:
+        if replication is None or replication.replicas.size() == 1:
             return
         if not getattr(optimizer, "splits_steps", False):
             raise ValueError(
@@ -92,17 +107,20 @@ class LocalSteps(SyncPolicy):
                 'optimizer.implementation = "native" and forge.enable = false'
             )
         self._optimizer: SplitOptimizer = optimizer
-        self._group, self._shard_group = replicate_group, shard_group
-        self._world_group = world_group if world_group is not None else replicate_group
+        self._group, self._shard_group = replication.replicas, replication.shards
+        self._world_group = replication.world or replication.replicas
         self._ledger = ledger
-        self._replica = replicate_group.rank()
-        self._tokens = [0] * replicate_group.size()
+        self._replica, replicas = self._group.rank(), self._group.size()
+        self._tokens, self._share = [0] * replicas, 1 / replicas
         self._tensors = list(optimizer.replicated_tensors())
+        whole = {item.name for item in self._tensors if not item.splits}
+        self._stepping = [param for name, param in model.named_parameters() if name in whole]
         self.after_average()
 
     def close(self) -> None:
         self._group = None
         self._tensors: list[Replicated] = []
+        self._stepping: list[nn.Parameter] = []
 
     @property
     def local_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -121,28 +139,51 @@ class LocalSteps(SyncPolicy):
                 f"token counts of {len(tokens_by_replica)} replicas were given, there are {len(self._tokens)}"
             )
         self._tokens = [old + new for old, new in zip(self._tokens, tokens_by_replica)]
+        self._step_tokens = list(tokens_by_replica)
+        self._reduced = False
 
     def before_backward(self, micro_batch_index: int) -> None:
         """Nothing: gradients stay where they are."""
 
+    @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Nothing: gradients stay where they are."""
+        """At a sync known beforehand: their mean, for the rules that do not wait for it. Else nothing."""
+        if self._group is None or not self._stepping or not self._sync_is_certain():
+            return
+        for param in self._stepping:
+            if param.grad is None:  # a weight that was not used here may have been used elsewhere
+                param.grad = torch.zeros_like(param)
+        gradients = [local_part(param.grad) for param in self._stepping if param.grad is not None]
+        average(
+            gradients, _share(self._step_tokens, self._replica), self._group, self._ledger,
+            purpose="gradients", bucket_elements=self._bucket_elements,
+        )  # fmt: skip
+        self._reduced = True
+
+    def _sync_is_certain(self) -> bool:
+        bound = bool(self._max_interval) and self.local_steps >= self._max_interval
+        return self._steps < self._warmup_steps or bound or self.will_sync()
 
     def step(self, optimizer: Any, apply_flag: Tensor | None, grad_scale: Tensor | None) -> None:
         if self._group is None:
             super().step(optimizer, apply_flag, grad_scale)
             return
         self._steps += 1
+        if self._reduced and grad_scale is not None:
+            # Each replica has found a clip factor of its own; with it equal gradients would make other steps.
+            grad_scale = grad_scale.float() / len(self._tokens)
+            self._ledger.all_reduce(grad_scale, self._group, axis=REPLICATE_AXIS, purpose="clip")
         self._optimizer.accumulate_step(apply_flag, grad_scale)
-        self._apart[False] = True
+        self._apart[False] |= not self._reduced
+        self._momenta_apart |= self._low_rank and any(item.factored for item in self._tensors)
         reason = self._reason()
         if reason is None:
             self._optimizer.finish_step(self._local)
             self._apart[True] = True
             self.local_steps += 1
             return
-        self._average(reason, weights=self._average_parameters)
-        self._optimizer.finish_step()
+        self._average(reason, weights=self._average_parameters, dense=not self._low_rank)
+        self._optimizer.finish_step(mean=self._mean_of_factors if self._low_rank else None)
 
     def _reason(self) -> str | None:
         wanted = self.wants_sync()  # asked always: it keeps the policy's own history
@@ -155,24 +196,31 @@ class LocalSteps(SyncPolicy):
         return None
 
     def synchronize(self, reason: str) -> None:
-        if self._group is not None and (self.local_steps or any(self._apart.values())):
-            self._average(reason, weights=True)
+        if self._group is None:
+            return
+        if self.local_steps or self._momenta_apart or any(self._apart.values()):
+            self._average(reason, weights=True, dense=True)
 
-    def _average(self, reason: str, weights: bool) -> None:
-        """Average what replicas may disagree on."""
+    def _average(self, reason: str, weights: bool, dense: bool) -> None:
+        """Average what replicas may disagree on. dense: also the momenta that go by their factors."""
         assert self._group is not None
-        total = sum(self._tokens)
-        share = self._tokens[self._replica] / total if total else 1 / len(self._tokens)
-        states = [item.tensor for item in self._tensors if item.slot != "weight" and item.has_mean]
+        if any(self._tokens):  # else nothing was trained on since the last sync, whose share holds
+            self._share = _share(self._tokens, self._replica)
+        states = [
+            item.tensor
+            for item in self._tensors
+            if item.slot != "weight"
+            and item.has_mean
+            and (item.splits or self._apart[False])
+            and (dense or not item.factored)
+        ]
         # Only U writes these, so they differ where it ran by itself.
         bases = [item.tensor for item in self._tensors if not item.has_mean and self._apart[item.splits]]
         apart = [item.tensor for item in self._tensors if item.slot == "weight" and self._apart[item.splits]]
-        try:
-            self._mean(states, share, "states")
-            share_copies(bases, self._group, self._ledger, purpose="states")
-            self._drift = self._mean_of_weights(apart, share) if weights else float("nan")
-        except RuntimeError as error:
-            raise ReplicaLost(f"averaging replicas at step {self._steps}", error) from error
+        self._mean(states, "states")
+        share_copies(bases, self._group, self._ledger, purpose="states")
+        self._drift = self._mean_of_weights(apart) if weights else float("nan")
+        self._momenta_apart &= not dense
         if weights:
             self._optimizer.write_weights()
             self._apart = {True: False, False: False}
@@ -184,23 +232,24 @@ class LocalSteps(SyncPolicy):
         self.local_steps = 0
         self._tokens = [0] * len(self._tokens)
 
-    def _mean(
-        self, tensors: list[Tensor], share: float, purpose: str, measure: bool = False
-    ) -> Tensor | None:
+    def _mean(self, tensors: Sequence[Tensor], purpose: str, measure: bool = False) -> Tensor | None:
         assert self._group is not None
         return average(
-            tensors, share, self._group, self._ledger,
+            tensors, self._share, self._group, self._ledger,
             purpose=purpose, bucket_elements=self._bucket_elements, measure=measure,
         )  # fmt: skip
 
-    def _mean_of_weights(self, weights: list[Tensor], share: float) -> Tensor | float:
+    def _mean_of_factors(self, tensors: Sequence[Tensor]) -> None:
+        self._mean(tensors, "factors")
+
+    def _mean_of_weights(self, weights: list[Tensor]) -> Tensor | float:
         """Returns the drift: root mean square over replicas of |W_r - mean|, relative to |mean|."""
         if not weights:
             return 0.0
-        squares = self._mean(weights, share, "weights", measure=True)
+        squares = self._mean(weights, "weights", measure=True)
         assert squares is not None
         # Both sums hold once per replica, so their ratio is the mean over replicas.
-        self._ledger.all_reduce(squares, self._world_group, axis=REPLICATE_AXIS, purpose="drift")
+        self._ledger.all_reduce(squares, self._world_group, axis=WORLD_AXIS, purpose="drift")
         return torch.where(squares[1] > 0, (squares[0] / squares[1]).sqrt(), torch.zeros_like(squares[0]))
 
     # ---------------------------------------------------------------- what is told of it
@@ -230,22 +279,14 @@ class LocalSteps(SyncPolicy):
         self._steps, self._syncs = state.get("steps", 0), state.get("syncs", 0)
         self.local_steps = 0
         self._apart = {True: False, False: False}
+        self._momenta_apart = False
         if self._group is not None:
             self.after_average()
 
 
-class ReplicaLost(RuntimeError):
-    """A collective between replicas failed.
-
-    what: the collective. cause: what the backend said.
-    """
-
-    def __init__(self, what: str, cause: Exception) -> None:
-        super().__init__(
-            f"{what} failed ({' '.join(str(cause).split())[:200]}): a rank is gone or slower than "
-            "comm.train_timeout_seconds. Resume from the last checkpoint, on fewer replicas if need be "
-            "(parallelism.data_parallel_replicate_degree)."
-        )
+def _share(tokens: Sequence[int], replica: int) -> float:
+    total = sum(tokens)
+    return tokens[replica] / total if total else 1 / len(tokens)
 
 
 class StatesEveryStep(LocalSteps):
@@ -254,4 +295,7 @@ class StatesEveryStep(LocalSteps):
     name = "every_step"
 
     def wants_sync(self) -> bool:
+        return True
+
+    def will_sync(self) -> bool:
         return True

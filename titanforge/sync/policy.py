@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -13,8 +13,23 @@ from torch.distributed import ProcessGroup
 from titanforge.sync.ledger import CommLedger
 
 REPLICATE_AXIS = "dp_replicate"
+WORLD_AXIS = "world"
+"""All ranks of all replicas."""
 
 LocalUpdateKind = Literal["gradient", "momentum", "orthonormal"]
+
+
+@dataclass(frozen=True)
+class Replication:
+    """How the model that this rank holds a part of exists several times.
+
+    replicas: the ranks that hold the same part. shards: the ranks that one replica's weights are split over,
+    along whatever axes; None: one rank. world: all ranks that the decision is for; default: `replicas`.
+    """
+
+    replicas: ProcessGroup
+    shards: ProcessGroup | None = None
+    world: ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,16 @@ class Replicated(Protocol):
         ...
 
     @property
+    def factored(self) -> bool:
+        """Whether U can be taken of the mean over replicas without averaging this momentum."""
+        ...
+
+    @property
     def tensor(self) -> Tensor: ...
+
+
+Mean = Callable[[Sequence[Tensor]], None]
+"""Overwrites tensors with their mean over replicas."""
 
 
 class StepOptimizer(Protocol):
@@ -75,8 +99,9 @@ class SplitOptimizer(StepOptimizer, Protocol):
         """A where the rule splits; the whole step where it does not."""
         ...
 
-    def finish_step(self, local: LocalUpdate | None = None) -> None:
-        """U of the rules that split, or a local step in its place."""
+    def finish_step(self, local: LocalUpdate | None = None, mean: Mean | None = None) -> None:
+        """U of the rules that split, or a local step in its place; with `mean`, of the mean of the factored
+        momenta, which only their factors are averaged for."""
         ...
 
     def replicated_tensors(self) -> Sequence[Replicated]:
@@ -105,18 +130,14 @@ class SyncPolicy(ABC):
     def attach(
         self,
         model: nn.Module,
-        replicate_group: ProcessGroup | None,
+        replication: Replication | None,
         ledger: CommLedger,
-        *,
         optimizer: Any = None,
-        shard_group: ProcessGroup | None = None,
-        world_group: ProcessGroup | None = None,
     ) -> None:
         """Take charge of a model, after it was sharded and before its first backward.
 
-        replicate_group: the ranks that hold the same shard of the same weights; None for one replica.
+        replication: None for one replica.
         optimizer: of the model, for policies that look at its state (`SplitOptimizer`).
-        shard_group: the ranks of this replica; None for one. world_group: all ranks of all replicas.
         """
 
     def gradient_divisor(self, tokens_by_replica: Sequence[int]) -> int:

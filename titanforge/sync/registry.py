@@ -28,6 +28,7 @@ class SyncOptions(Protocol):
     warmup_steps: int
     max_interval: int
     average_parameters: bool
+    low_rank: bool
     bucket_mib: float
 
 
@@ -37,13 +38,14 @@ def _local_options(options: SyncOptions) -> dict[str, Any]:
         "warmup_steps": options.warmup_steps,
         "max_interval": options.max_interval,
         "average_parameters": options.average_parameters,
+        "low_rank": options.low_rank,
         "bucket_mib": options.bucket_mib,
     }
 
 
 def _every_step(options: SyncOptions) -> SyncPolicy:
     if options.reduce == "states":
-        return StatesEveryStep(bucket_mib=options.bucket_mib)
+        return StatesEveryStep(low_rank=options.low_rank, bucket_mib=options.bucket_mib)
     return EveryStep(options.bucket_mib)
 
 

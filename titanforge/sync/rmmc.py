@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from titanforge.sync.local_steps import LocalSteps, ReplicaLost
-from titanforge.sync.policy import REPLICATE_AXIS, Replicated
+from titanforge.sync.local_steps import LocalSteps
+from titanforge.sync.policy import WORLD_AXIS, Replicated
 
 _TOP_LAYERS = 3
 
@@ -20,10 +20,10 @@ class Rmmc(LocalSteps):
     """Relative maximum momentum change above a threshold (CurvaDion, equation 1).
 
     RMMC of layer l at step t = | |M(t)| - |M(t-1)| | / |M(t-1)|, Frobenius norms over the whole weight: the
-    squares are summed over dp_shard first. |M(t)| is this replica's, after A and before the decision;
-    |M(t-1)| is what the step before left, so the averaged momentum's after a sync. A zero previous norm
-    counts as an infinite change, unless the momentum is still zero. The greatest value of any layer on any
-    rank, one scalar, is compared with the threshold: a sync where it is above.
+    squares are summed over the ranks of a replica first. |M(t)| is this replica's, after A and before the
+    decision; |M(t-1)| is what the step before left, so the averaged momentum's after a sync. A zero previous
+    norm counts as an infinite change, unless the momentum is still zero. The greatest value of any layer on
+    any rank, one scalar, is compared with the threshold: a sync where it is above.
 
     A layer is a weight of a rule that waits for the decision; if no rule of the run does, a weight that has
     a first moment.
@@ -61,7 +61,7 @@ class Rmmc(LocalSteps):
             [item.tensor for item in layers], 2.0, dtype=torch.float32
         )
         squares = torch.stack(list(norms)).square()
-        self._ledger.all_reduce(squares, self._shard_group, axis="dp_shard", purpose="rmmc norms")
+        self._ledger.all_reduce(squares, self._shard_group, axis="replica", purpose="rmmc norms")
         return squares.sqrt()
 
     @torch.no_grad()
@@ -70,15 +70,16 @@ class Rmmc(LocalSteps):
         self._change = relative_change(norms, previous)
         self._previous = norms
         largest = self._change.max()
-        try:
-            self._ledger.all_reduce(
-                largest, self._world_group, axis=REPLICATE_AXIS, purpose="decision", op=ReduceOp.MAX
-            )
-            self.last = float(largest)
-        except RuntimeError as error:
-            raise ReplicaLost(f"deciding whether to synchronise at step {self._steps}", error) from error
+        # Over all ranks, since not all of a replica's need to see the same layers.
+        self._ledger.all_reduce(
+            largest, self._world_group, axis=WORLD_AXIS, purpose="decision", op=ReduceOp.MAX
+        )
+        self.last = float(largest)
         self._largest_since_read = max(self._largest_since_read, self.last)
         return self.last > self.threshold
+
+    def will_sync(self) -> bool:
+        return self.threshold < 0
 
     def after_average(self) -> None:
         self._previous = self.norms()

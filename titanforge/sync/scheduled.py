@@ -20,3 +20,6 @@ class Scheduled(LocalSteps):
 
     def wants_sync(self) -> bool:
         return self.local_steps + 1 >= self.interval
+
+    def will_sync(self) -> bool:
+        return self.wants_sync()

@@ -1,0 +1,179 @@
+"""When a rank fails, hangs or dies, every rank stops and says which one it was.
+
+Ranks talk about it through the process group's store, which works where a collective does not. A thread of
+each rank looks there once a second, so that a rank that is stuck, be it in its own code or in a collective
+that will never end, still answers where it is, and still ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+_POLL_SECONDS = 1.0
+# What other ranks' threads may take to notice and answer, and their main threads to end by themselves.
+_ANSWER_SECONDS, _LEAVE_SECONDS = 6.0, 15.0
+_LOST_CONNECTION = re.compile(r"gloo|nccl|connection|timed? ?out|broken pipe|socket", re.IGNORECASE)
+_FAILURE, _TROUBLE = "failure", "trouble"
+_runs = itertools.count()
+
+
+class PeerWatch:
+    """One for each rank, made and closed by all together.
+
+    where: (collectives issued so far, step and collective in words), asked from another thread.
+    before_exit: is called before a stuck process is ended.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        where: Callable[[], tuple[int, str]],
+        before_exit: Callable[[], object] = lambda: None,
+    ) -> None:
+        # Not the same connection: a blocking call of the main thread would keep it.
+        connection = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        self._store = PrefixStore(f"titanforge/peers/{next(_runs)}", connection)
+        self._rank, self._ranks = rank, range(world_size)
+        self._where, self._before_exit = where, before_exit
+        self._main = threading.get_ident()
+        self._stopped = threading.Event()
+        self._answered = False
+        self._thread = threading.Thread(target=self._watch, name="peer watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop looking; before the store goes away."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _POLL_SECONDS)
+
+    def failed(self, error: BaseException) -> str | None:
+        """Tell the other ranks that this one stops, because of `error`.
+
+        Returns who is to blame, in words, where the error is only that of a collective; it waits for the
+        other ranks' answers then. None for an error of this rank's own.
+        """
+        with contextlib.suppress(Exception):
+            if not is_lost_connection(error):
+                message = " ".join(str(error).split())[:500]
+                self._put(_FAILURE, f"rank {self._rank} failed: {type(error).__name__}: {message}")
+                return None
+            self._answer()
+            self._put(_TROUBLE, str(self._rank))
+            return self._verdict()
+        return "the store of the process group cannot be reached: its host is gone, too"
+
+    # ---------------------------------------------------------------- asking and answering
+
+    def _verdict(self) -> str:
+        end = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < end:
+            if failure := self._get(_FAILURE):
+                return failure
+            if self._store.check([_answer_key(rank) for rank in self._ranks]):
+                break
+            time.sleep(0.1)
+        answers = {rank: json.loads(text) for rank in self._ranks if (text := self._get(_answer_key(rank)))}
+        verdict = blame(answers, self._ranks)
+        self._put(_FAILURE, verdict)
+        return self._get(_FAILURE) or verdict  # the first that came to one speaks for all
+
+    def _answer(self) -> None:
+        """Say where this rank is; once."""
+        if self._answered:
+            return
+        self._answered = True
+        issued, where = self._where()
+        frame = sys._current_frames().get(self._main)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        place = f"{os.path.basename(stack[-1].filename)}:{stack[-1].lineno}" if stack else "?"
+        self._store.set(_answer_key(self._rank), json.dumps([issued, where, place]))
+
+    def _watch(self) -> None:
+        try:
+            while not self._stopped.wait(_POLL_SECONDS):
+                if self._store.check([_TROUBLE]):
+                    self._answer()
+                if failure := self._get(_FAILURE):
+                    self._leave(failure)
+                    return
+        except Exception:
+            return  # the store is gone; whoever waits for a rank will learn it from the collective
+
+    def _leave(self, failure: str) -> None:
+        if self._stopped.wait(_LEAVE_SECONDS):
+            return
+        _, where = self._where()
+        print(
+            f"error: rank {self._rank} is stopped ({where}): {failure}. It stood here:",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        faulthandler.dump_traceback(sys.stderr)
+        with contextlib.suppress(Exception):
+            self._before_exit()
+        os._exit(1)
+
+    # ---------------------------------------------------------------- the store
+
+    def _get(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _put(self, key: str, value: str) -> None:
+        """Set a key that nobody has set yet."""
+        self._store.compare_set(key, "", value)
+
+
+def _answer_key(rank: int) -> str:
+    return f"where/{rank}"
+
+
+def blame(answers: dict[int, list[Any]], ranks: range) -> str:
+    """Who holds the others up: those that give no answer, else those that have issued fewest collectives.
+
+    answers: by rank, what `PeerWatch._answer` stored.
+    """
+    silent = [rank for rank in ranks if rank not in answers]
+    told = []
+    if silent:
+        told.append(f"{_named(silent)} gave no sign of life: gone, or stopped")
+    most = max((issued for issued, _, _ in answers.values()), default=0)
+    for rank, (issued, where, place) in sorted(answers.items()):
+        if issued < most:
+            told.append(f"rank {rank} is behind: {where}, in {place}")
+    if not told:
+        (_, where, _), *_ = answers.values()
+        told.append(f"all ranks are in the same place ({where}): the network between them failed")
+    return "; ".join(told)
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error says no more than that a collective did not complete."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError):
+            return True
+        if type(seen) is RuntimeError and _LOST_CONNECTION.search(str(seen)):
+            return True
+        seen = seen.__cause__
+    return False

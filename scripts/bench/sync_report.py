@@ -1,0 +1,125 @@
+"""Tables and a plot of what `sync_quality.py` measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.harness import GIB
+
+COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31", "#999999")
+# Over all ranks whatever the policy; the traffic of the policies is the rest.
+_EVERY_STEP = ("loss", "agreement", "validation", "grad_norm")
+
+
+def replica_bytes(result: dict[str, Any]) -> int:
+    """What one rank handed to collectives that the policy decides about, the decisions included."""
+    return sum(count for purpose, count in result["bytes"].items() if purpose not in _EVERY_STEP)
+
+
+def sync_rate(result: dict[str, Any]) -> float:
+    """Share of the steps that synchronised; a forced sync at the end is none of them."""
+    if result["sync"]["policy"] == "every_step":
+        return 1.0
+    taken = [step for step, reason, _ in result["syncs"] if reason not in ("evaluation", "checkpoint")]
+    return len(taken) / max(len(result["losses"]), 1)
+
+
+def summary(result: dict[str, Any], base: dict[str, Any] | None) -> dict[str, Any]:
+    """One row; base: every_step of the same seed."""
+    steps, total = len(result["losses"]), replica_bytes(result)
+    tail = result["losses"][-max(1, steps // 10) :]
+    row = {
+        "cell": result["cell"],
+        "seed": result["seed"],
+        "steps": steps,
+        "finished": result["finished"],
+        "validation_loss": result["validation_loss"],
+        "training_loss_of_last_tenth": sum(tail) / max(len(tail), 1),
+        "sync_rate": sync_rate(result),
+        "gib": total / GIB,
+        "greatest_drift": max((drift for *_, drift in result["syncs"]), default=0.0),
+        "seconds": result["seconds"],
+    }
+    if base is not None and base["finished"]:
+        row["loss_above_every_step"] = result["validation_loss"] / base["validation_loss"] - 1
+        row["bytes_saved"] = 1 - total / replica_bytes(base)
+    return row
+
+
+def line(result: dict[str, Any]) -> str:
+    row = summary(result, None)
+    return (
+        f"{row['cell']:<16} seed {row['seed']}  validation {row['validation_loss']:.4f}  sync rate "
+        f"{row['sync_rate']:6.1%}  {row['gib']:8.3f} GiB  {row['seconds']:.0f} s"
+        + ("" if row["finished"] else f"  stopped after {row['steps']} steps")
+    )
+
+
+def write(results: list[dict[str, Any]], folder: Path) -> None:
+    """results.json (all of it but the curves), results.md, results.png."""
+    base = {result["seed"]: result for result in results if result["sync"]["policy"] == "every_step"}
+    rows = [summary(result, base.get(result["seed"])) for result in results]
+    settings = results[0]["settings"] if results else {}
+    (folder / "results.json").write_text(json.dumps({"settings": settings, "cells": rows}, indent=1) + "\n")
+    (folder / "results.md").write_text(markdown(rows, settings))
+    draw(results, folder / "results.png")
+
+
+def markdown(rows: list[dict[str, Any]], settings: dict[str, Any]) -> str:
+    head = (
+        "| cell | seed | validation loss | above every_step | sync rate | GiB | bytes saved | drift |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+    )
+    body = ""
+    for row in rows:
+        above, saved = row.get("loss_above_every_step"), row.get("bytes_saved")
+        loss = f"{row['validation_loss']:.4f}" if row["finished"] else f"stopped after {row['steps']} steps"
+        body += (
+            f"| {row['cell']} | {row['seed']} | {loss} | {'' if above is None else f'{above:+.1%}'} "
+            f"| {row['sync_rate']:.1%} | {row['gib']:.3f} | {'' if saved is None else f'{saved:.1%}'} "
+            f"| {row['greatest_drift']:.1e} |\n"
+        )
+    told = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
+    return f"{told}\n\n{head}{body}"
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Training loss of the first seed with sync events along its foot; validation loss against bytes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    curves, trade = figure.subplots(1, 2)
+    first = [result for result in results if result["seed"] == results[0]["seed"]]
+    colours = {result["cell"]: COLOURS[index % len(COLOURS)] for index, result in enumerate(first)}
+    for index, result in enumerate(first):
+        losses, colour = result["losses"], colours[result["cell"]]
+        window = max(1, len(losses) // 50)
+        smooth = [
+            sum(losses[max(0, i - window) : i + 1]) / (i + 1 - max(0, i - window)) for i in range(len(losses))
+        ]
+        curves.plot(smooth, color=colour, linewidth=1.2, label=result["cell"])
+        if result["sync"]["policy"] != "every_step":
+            steps = [step for step, *_ in result["syncs"]]
+            height = 0.02 + 0.025 * index
+            curves.plot(
+                steps, [height] * len(steps), "|", color=colour, transform=curves.get_xaxis_transform()
+            )
+    curves.set_yscale("log")
+    curves.set_xlabel("step (marks: synchronisations)")
+    curves.set_ylabel("training loss, mean of the replicas (nats per token)")
+    curves.legend(fontsize=8)
+    for result in results:
+        if result["finished"]:
+            x, y = replica_bytes(result) / GIB, result["validation_loss"]
+            trade.plot(x, y, "o", color=colours.get(result["cell"], "#999999"))
+            trade.annotate(result["cell"], (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8)
+    trade.set_xscale("log")
+    trade.set_xlabel("GiB handed to collectives between replicas, per rank")
+    trade.set_ylabel("validation loss after the last step (nats per token)")
+    for axes in (curves, trade):
+        axes.grid(alpha=0.25, linewidth=0.6)
+    figure.savefig(path, dpi=120)

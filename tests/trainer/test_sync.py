@@ -118,5 +118,5 @@ def test_scheduled_inside_hsdp_and_rmmc_inside_tensor_parallelism(tmp_path):
     assert losses[-1] < losses[0]
     # Replicas of two ranks each decide, and train, as replicas of one: norms are of whole weights.
     assert _syncs(split) == _syncs(whole) == [(1, "warm-up"), (4, "max_interval")]
-    assert column(split, "sync/rmmc_max")[1:] == pytest.approx(column(whole, "sync/rmmc_max")[1:], rel=1e-3)
+    assert column(split, "sync/rmmc_max")[2:] == pytest.approx(column(whole, "sync/rmmc_max")[2:], rel=1e-3)
     assert column(split, "loss") == pytest.approx(column(whole, "loss"), abs=1e-5)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import traceback
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from scripts.bench.harness import machine_facts, markdown_table, write_report
-from scripts.exactness import experts, layouts, one_rank, resharding  # noqa: F401  they enter their gates
+from scripts.exactness import experts, layouts, one_rank, resharding, stages  # noqa: F401  they enter their gates
 from scripts.exactness.registry import GATES, Gate, Reading, World
 from titanforge.config.sections import Comm
 from titanforge.parallelisms import init_distributed, set_determinism
@@ -39,8 +40,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gates", nargs="+", choices=GATES, default=list(GATES), metavar="GATE")
     parser.add_argument("--full", action="store_true", help="the paper's sizes on a CPU too")
     parser.add_argument("--out", type=Path, default=Path("outputs/gates"), help="folder of the report")
+    parser.add_argument("--timeout", type=int, default=120, help="seconds after which a rank counts as lost")
     parser.add_argument("--list", action="store_true", help="name the gates and end")
     return parser
+
+
+class LostRanks(Exception):
+    """Ranks do not answer any more. outcome: of the gate in which that was seen."""
+
+    def __init__(self, outcome: dict[str, Any]) -> None:
+        super().__init__(outcome["error"])
+        self.outcome = outcome
 
 
 def run_gate(gate: Gate, world: World) -> dict[str, Any]:
@@ -57,7 +67,10 @@ def run_gate(gate: Gate, world: World) -> dict[str, Any]:
             error = "it read nothing"
     except Exception:
         error = traceback.format_exc()
-    told = world.runtime.all_gather_object((error, readings))
+    try:
+        told = world.runtime.all_gather_object((error, readings))
+    except RuntimeError as lost:  # a rank hangs or is gone: nothing after this could be trusted
+        raise LostRanks(outcome | {"error": f"{error}\nranks do not answer: {lost}"}) from lost
     errors = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text]
     if errors:
         return outcome | {"error": errors[0], "seconds": time.perf_counter() - start}
@@ -94,22 +107,36 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(f"{gate.name:<18}{gate.about}" for gate in GATES.values()))
         return 0
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    runtime = init_distributed(Comm(init_timeout_seconds=120, train_timeout_seconds=120), device)
+    runtime = init_distributed(
+        Comm(init_timeout_seconds=args.timeout, train_timeout_seconds=args.timeout), device
+    )
     # Attention and others may sum in an order that changes from run to run; only equal sums can be compared.
     set_determinism(3, True, True, runtime.device)
     world = World(runtime, args.full)
-    outcomes = []
+    facts = machine_facts() | {"ranks": world.size, "device": str(world.device.type)}
+    outcomes, lost = [], False
     for name in args.gates:
-        outcome = run_gate(GATES[name], world)
+        if lost:
+            outcomes.append({"gate": name, "error": "not run: ranks were lost before", "readings": []})
+            continue
+        if runtime.is_main:
+            print(f"{name} ...", flush=True)
+        try:
+            outcome = run_gate(GATES[name], world)
+        except LostRanks as error:
+            outcome, lost = error.outcome, True
         outcomes.append(outcome)
         if runtime.is_main:
             for line in table_of([outcome]).splitlines()[2:]:
                 print(line, flush=True)
             if "error" in outcome:
                 print(outcome["error"], flush=True)
+            # After each gate: one that ends the process must not take the others' figures along.
+            args.out.mkdir(parents=True, exist_ok=True)
+            report = {"machine": facts, "gates": outcomes}
+            (args.out / "gates.json").write_text(json.dumps(report, indent=1))
     good = all(map(passed, outcomes))
     if runtime.is_main:
-        facts = machine_facts() | {"ranks": world.size, "device": str(world.device.type)}
         write_report(args.out, "gates", {"machine": facts, "gates": outcomes}, table_of(outcomes))
         seconds = sum(outcome.get("seconds", 0.0) for outcome in outcomes)
         failed = [outcome["gate"] for outcome in outcomes if not passed(outcome)]
@@ -119,7 +146,10 @@ def main(argv: list[str] | None = None) -> int:
             f"{world.size} ranks, {world.device.type}: {good_ones} gates passed, {len(failed)} failed"
             f"{''.join(f' {name}' for name in failed)}, {len(skipped)} skipped, {seconds:.0f} s"
         )
-        print(json.dumps({"passed": good, "failed": failed, "skipped": skipped}))
+        print(json.dumps({"passed": good, "failed": failed, "skipped": skipped}), flush=True)
+    if lost:  # leaving the groups would wait for them
+        sys.stdout.flush()
+        os._exit(1)
     torch.use_deterministic_algorithms(False)
     runtime.close()
     return 0 if good else 1

@@ -163,20 +163,6 @@ def tensors_against_one(world: World) -> Iterator[Reading]:
         yield from compare(world, "tp by fsdp", Layout(tp=2, dp_shard=world.size // 2), LOSS)
 
 
-@gate("PP", at_least(2))
-def stages_against_one(world: World) -> Iterator[Reading]:
-    """Stages of a pipeline against one rank, by several schedules; with shards where ranks allow."""
-    deep: dict[str, Any] = {"model__n_layers": 2 * world.size}
-    _, wanted = train(world, **deep)
-    layouts = {schedule: Layout(pp=world.size) for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")}
-    if world.size >= 4 and world.size % 2 == 0:
-        layouts["1F1B by fsdp"] = Layout(pp=2, dp_shard=world.size // 2)
-    for name, layout in layouts.items():
-        deep["parallelism__pipeline_parallel_schedule"] = name.split()[0]
-        _, losses = train(world, layout, **deep)
-        yield Reading(f"{name}: losses apart", losses_apart(losses, wanted), LOSS)
-
-
 @gate("TP by CP by FSDP", multiple_of(8))
 def three_ways(world: World) -> Iterator[Reading]:
     """Three axes at once against one rank."""

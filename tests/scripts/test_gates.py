@@ -77,6 +77,17 @@ def test_what_a_world_cannot_run_says_why(outcomes: dict[str, Any]) -> None:
     assert multiple_of(3)(world) == ""
 
 
+def test_ranks_that_do_not_answer_end_the_run() -> None:
+    def silence(_: object) -> None:
+        raise RuntimeError("timed out")
+
+    runtime: Any = SimpleNamespace(all_gather_object=silence, world_size=2, rank=0)
+    gate = Gate("quiet", lambda _: "", lambda _: iter([Reading("x", 0.0, 0.0)]))
+    with pytest.raises(gates.LostRanks, match="ranks do not answer: timed out") as lost:
+        gates.run_gate(gate, World(runtime))
+    assert not gates.passed(lost.value.outcome)
+
+
 def test_not_a_number_passes_nothing() -> None:
     assert not Reading("x", math.nan, 1.0).passed
     assert runs.largest([0.0, math.nan]) == math.inf == runs.largest([])

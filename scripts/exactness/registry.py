@@ -77,7 +77,7 @@ class Gate:
     @property
     def about(self) -> str:
         """The first line of the check's documentation."""
-        return (self.run.__doc__ or "").strip().splitlines()[0]
+        return (self.run.__doc__ or "").strip().partition("\n")[0]
 
 
 GATES: dict[str, Gate] = {}

@@ -252,7 +252,7 @@ class Trainer:
             replicas=self.dims.dp_replicate,
             reduce_scatter=None if shards is None else scatter,
             all_reduce=None if replicas is None else reduce,
-            record=partial(ledger.record, "dp_shard"),
+            record=partial(ledger.record, "dp_shard" if self.dims.tp == 1 else "dp_shard x tp"),
         )
 
     # ---------------------------------------------------------------- the loop

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.distributed_harness import run_distributed
@@ -242,19 +242,31 @@ def launches(rank: int, world_size: int, folder: str) -> None:
 
 
 def other_rules(rank: int, world_size: int, folder: str) -> None:
-    """Muon, RMNP and Dion where three rows leave a rank without any: as on one."""
-    mesh = init_device_mesh("cpu", (world_size,))
+    """Muon, RMNP and Dion as on one rank: where three rows leave a rank without any, and on the shards that
+    FSDP makes of what another axis has cut, along the same dim or the other.
+    """
+    flat = init_device_mesh("cpu", (world_size,))
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     for recipe in test_sharded.RECIPES:
         if recipe[0] not in test_sharded.MATRIX_RULES:
             continue
-        alone, cut = test_sharded.Model(), test_sharded.Model()
-        for module in (*cut.layers, cut):
-            fully_shard(module, mesh=mesh)
-        expected, found = test_sharded.train(alone, recipe), test_sharded.train(cut, recipe)
-        for (name, one), other in zip(alone.named_parameters(), cut.parameters()):
-            torch.testing.assert_close(whole(other), one.detach(), rtol=0, atol=1e-6)
-            for slot, state in expected["state"][name].items():
-                torch.testing.assert_close(whole(found["state"][name][slot]), state, rtol=1e-5, atol=1e-6)
+        for axis in (None, 0, 1):
+            sizes = (3, 1) if axis is None else (4, 4)  # two axes cut evenly
+            alone, cut = test_sharded.Model(*sizes), test_sharded.Model(*sizes)
+            expected = test_sharded.train(alone, recipe)
+            for module in (*cut.layers, cut):
+                for name, param in list(module.named_parameters()) if axis is not None else []:
+                    if param.dim() > 1 and not isinstance(param, DTensor):
+                        owner = module.get_submodule(name.rpartition(".")[0])
+                        # Of experts: the experts, or the rows of each, as FSDP takes the others.
+                        split = distribute_tensor(param.detach(), both["tensor"], [Shard(axis)])
+                        owner._parameters[name.rpartition(".")[2]] = nn.Parameter(split)
+                fully_shard(module, mesh=flat if axis is None else both["shard"])
+            found = test_sharded.train(cut, recipe)
+            for (name, one), other in zip(alone.named_parameters(), cut.parameters()):
+                torch.testing.assert_close(whole(other), one.detach(), rtol=0, atol=1e-6)
+                for slot, state in expected["state"][name].items():
+                    torch.testing.assert_close(whole(found["state"][name][slot]), state, rtol=1e-5, atol=1e-6)
 
 
 def everything(rank: int, world_size: int, folder: str) -> None:

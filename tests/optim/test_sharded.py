@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tests.distributed_harness import run_distributed
 from titanforge.config.sections import DionOptions, Optimizer
@@ -37,26 +38,27 @@ CASES = [(recipe, 0) for recipe in RECIPES] + [(r, 1) for r in RECIPES if r[0] i
 class Attention(nn.Module):
     """Three matrices of three rows: two ranks have five and four, cut within a matrix."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.wqkv = nn.Linear(2, 9, bias=False)
+        self.wqkv = nn.Linear(2, 3 * rows, bias=False)
 
 
 class Stack(nn.Module):
     """Three experts: two ranks have two and one."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.randn(3, 4, 6))
+        self.w = nn.Parameter(torch.randn(experts, 4, 6))
 
 
 class Model(nn.Module):
     """Three rows leave shards of two and one; one row and one number leave an empty shard."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 3, few: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(70, 3, bias=False), nn.Linear(6, 1), Attention(), Stack()])
+        linears = [nn.Linear(70, rows, bias=False), nn.Linear(6, few)]
+        self.layers = nn.ModuleList([*linears, Attention(rows), Stack(rows)])
 
 
 def options_of(recipe: tuple[str, str, str, str]) -> Optimizer:
@@ -81,6 +83,15 @@ def payload(name: str, axis: int) -> int:
     return sum(cross_shard_payload(name.lower(), m, n, cut, rank_fraction=0.5) for m, n in matrices)
 
 
+def cut_like(tensor: torch.Tensor, like: DTensor) -> DTensor:
+    """This rank's part of a tensor that all have, without a word between them."""
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    part = tensor[tuple(slice(first, first + size) for first, size in zip(offset, shape))].clone()
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=tensor.stride()
+    )
+
+
 def train(model: nn.Module, recipe: tuple[str, str, str, str], gathered: list[int] | None = None) -> dict:
     """Three steps; `gathered` receives the bytes of each gather."""
     optimizer = build_optimizer(model, options_of(recipe), "float32")
@@ -91,7 +102,7 @@ def train(model: nn.Module, recipe: tuple[str, str, str, str], gathered: list[in
         for param in model.parameters():
             gradient = torch.randn(param.shape, generator=generator)
             if isinstance(param, DTensor):
-                gradient = distribute_tensor(gradient, param.device_mesh, param.placements)
+                gradient = cut_like(gradient, param)
             param.grad = gradient
         if step == 0:  # zero, and below none at all
             model.layers[0].weight.grad.zero_()  # pyright: ignore

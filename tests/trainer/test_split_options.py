@@ -20,6 +20,10 @@ OPTIONS = {  # name: (keys, greatest difference of the losses)
     "muon": ({"optimizer__name": "Muon"}, 1e-5),
     "dion": ({"optimizer__name": "Dion", "optimizer__dion__rank_fraction": 0.25}, 1e-5),
     "rmnp": ({"optimizer__name": "RMNP"}, 1e-5),
+    # Where signs are taken the last bit of a sum may become a step.
+    "dobb": (
+        {"optimizer__name": "Dobb", "optimizer__dobb__norm": "l2", "optimizer__dobb__blocks": 4}, 2e-5
+    ),
 }  # fmt: skip
 LEAN = {
     "training__steps": 3,
@@ -36,9 +40,9 @@ def test_options_change_split_models_as_they_change_whole_ones(tmp_path):
     def arguments(name: str, layout: str) -> list[str]:
         return run(tmp_path / name, corpus, "llama3", layout, **LEAN, **OPTIONS[name][0])
 
-    # The blocks of int8 states lie along the axis that the tensor axis splits. On two ranks the context axis
+    # The blocks of int8 states lie along the axis that the tensor axis splits, as Dobb's may. On two ranks the context axis
     # cuts matrices as FSDP alone does, whose rules of matrices are shown elsewhere.
-    out = [("int8_states", "tp2"), ("muon", "cp2_ring"), ("rmnp", "cp2_ring")]
+    out = [("int8_states", "tp2"), ("dobb", "tp2"), ("muon", "cp2_ring"), ("rmnp", "cp2_ring")]
     split = [(n, layout) for layout in ("tp2", "cp2_ring") for n in OPTIONS if (n, layout) not in out]
     train_all(1, [arguments(name, "single") for name in OPTIONS])
     train_all(2, [arguments(*each) for each in split])

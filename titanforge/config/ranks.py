@@ -83,12 +83,14 @@ def _check_split_sequences(config: JobConfig) -> None:
                 f" {tensor} and context_parallel_degree = {context} share each sequence: use"
                 f" {-(-length // pieces) * pieces}",
             )
-    if rule_name(config.optimizer.name) not in SHARDED_RULES:
+    # FSDP takes the context axis along with its own, and cuts a matrix once: Dobb's blocks lie within a shard.
+    known = SHARDED_RULES if tensor > 1 else SHARDED_RULES | {"dobb"}
+    if rule_name(config.optimizer.name) not in known:
         raise refusal(
             config,
             "optimizer.name",
             "is not available with parallelism.tensor_parallel_degree or context_parallel_degree above 1: use"
-            f" one of {', '.join(sorted(SHARDED_RULES))}",
+            f" one of {', '.join(sorted(known))}",
         )
     if tensor > 1 and config.optimizer.state_dtype == "int8":
         raise refusal(

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanforge.kernels.codecs import as_encoded
 from titanforge.optim.dion import Dion
@@ -19,7 +20,7 @@ from titanforge.optim.local_update import LocalWeight, update_state_global, writ
 from titanforge.optim.low_rank import Cut, ShardedWeight, exchange_factors, exchange_row_norms, same_shape
 from titanforge.optim.matrix import RMNP
 from titanforge.optim.rule import StateGlobalRule, select
-from titanforge.optim.states import local_tensor
+from titanforge.optim.states import local_tensor, sharded_dim
 
 
 def update_sharded(
@@ -80,34 +81,43 @@ def _update_batch(
 
 
 def _gather(tensors: Sequence[Tensor], record: Callable[[str, int], None] | None) -> list[Tensor]:
-    """fp32; tensors of one shape and cut go in one exchange."""
+    """Whole matrices, fp32, of the experts that this rank has a part of; tensors of one shape and cut go in
+    one exchange.
+    """
     if not tensors:
         return []
     first = tensors[0]
     assert isinstance(first, DTensor)
+    if all(type(placement) in (Shard, Replicate) for placement in first.placements):
+        stacked = torch.stack([local_tensor(tensor) for tensor in tensors])
+        placements = [Shard(p.dim + 1) if isinstance(p, Shard) else Replicate() for p in first.placements]
+        spread = _spread(stacked, first, placements, (len(tensors), *first.shape))
+        gathered = list(_whole_matrices(spread).unbind(0))
+    else:  # cut along one dim by two axes, as FSDP does to what the tensor axis has cut
+        gathered = [_whole_matrices(tensor) for tensor in tensors]
     if record is not None:
-        record("momenta", len(tensors) * first.numel() * first.element_size())
-    if any(type(placement) not in (Shard, Replicate) for placement in first.placements):
-        return [
-            tensor.full_tensor().float().contiguous() for tensor in tensors if isinstance(tensor, DTensor)
-        ]
-    stacked = torch.stack([local_tensor(tensor) for tensor in tensors])
-    placements = [Shard(p.dim + 1) if isinstance(p, Shard) else Replicate() for p in first.placements]
-    shape = torch.Size((len(tensors), *first.shape))
-    spread = DTensor.from_local(
-        stacked,
-        first.device_mesh,
-        placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
+        record("momenta", len(tensors) * gathered[0].numel() * first.element_size())
+    return [tensor.float().contiguous() for tensor in gathered]
+
+
+def _whole_matrices(tensor: Tensor) -> Tensor:
+    """A DTensor [*, m, n] with its matrices whole and its leading dims cut as they were; the local part."""
+    assert isinstance(tensor, DTensor)
+    matrix = (tensor.dim() - 2, tensor.dim() - 1)
+    kept = [Replicate() if sharded_dim(p) in matrix else p for p in tensor.placements]
+    return tensor.redistribute(tensor.device_mesh, kept).to_local()
+
+
+def _spread(local: Tensor, like: DTensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
     )
-    return list(spread.full_tensor().float().contiguous().unbind(0))
 
 
 def _local_part(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that all ranks hold; nothing is sent."""
+    """This rank's rows and columns of whole matrices; nothing is sent."""
     assert isinstance(like, DTensor)
-    mesh = like.device_mesh
-    everywhere = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return everywhere.redistribute(mesh, like.placements).to_local()
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    (rows, columns), (top, left) = shape[-2:], offset[-2:]
+    return full[..., top : top + rows, left : left + columns]

@@ -93,7 +93,7 @@ class Recipe:
         if slot.shape != "weight" or self.state_dtype == "float32":
             return CODECS["fp32"]
         stochastic = self.stochastic and self.state_dtype != "fp8"
-        if self.state_dtype in ("int8", "fp8") and rule.u_gathers and is_sharded(param):
+        if self.state_dtype in ("int8", "fp8") and rule.u_gathers and is_cut(param, rule.u_dims):
             raise ValueError(
                 f"optimizer.state_dtype = {self.state_dtype!r}: {rule.name} gathers the momentum of sharded "
                 "weights: use float32 or bfloat16"

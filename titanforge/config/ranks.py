@@ -83,7 +83,7 @@ def _check_split_sequences(config: JobConfig) -> None:
                 f" {tensor} and context_parallel_degree = {context} share each sequence: use"
                 f" {-(-length // pieces) * pieces}",
             )
-    # FSDP takes the context axis along with its own, and cuts a matrix once: Dobb's blocks lie within a shard.
+    # FSDP takes the context axis along with its own and cuts a matrix once, along Dobb's blocks.
     known = SHARDED_RULES if tensor > 1 else SHARDED_RULES | {"dobb"}
     if rule_name(config.optimizer.name) not in known:
         raise refusal(

@@ -11,12 +11,14 @@ Schedules: GPipe (Huang et al. 2019), 1F1B and interleaved 1F1B (Narayanan et al
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -69,6 +71,43 @@ def _for_this_stage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if module.output is None:
         kwargs = {name: value for name, value in kwargs.items() if name not in _LAST_ONLY}
     return args, kwargs
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
+        return grad_outputs[0]
+
+
+@functools.cache
+def _can_start_at_custom_functions() -> bool:
+    """Whether backward can start at a function of ours whose output is gone, as that of weights does.
+
+    In torch 2.11 such a function dies with its output. Where it does, the last stage forms both gradients at
+    once, as its loss is one: the blocks' nodes belong to torch.
+    """
+    x = torch.zeros(1, requires_grad=True)
+    y = _Identity.apply(x)
+    assert isinstance(y, torch.Tensor) and y.grad_fn is not None
+    edge = GradientEdge(y.grad_fn, 0)
+    y.detach_()
+    try:
+        torch.autograd.grad([edge], [x], grad_outputs=[torch.ones(1)])
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Stage(PipelineStage):
+    """Sends nothing to its own rank, which gloo cannot: torch 2.11 warms up both sides of every boundary."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        operations = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.peer != dist.get_rank()]
 
 
 class Pipeline:
@@ -129,8 +168,11 @@ class Pipeline:
         tokens = torch.empty((self._microbatch, seq_len), dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         count = len(self.plan.stages)
+        whole_backward = None
+        if self.plan.kind.splits_backward and not _can_start_at_custom_functions():
+            whole_backward = lambda: lambda: None  # noqa: E731  # both at once, and nothing left for later
         stages = [
-            PipelineStage(
+            _Stage(
                 part,
                 stage,
                 count,
@@ -138,6 +180,7 @@ class Pipeline:
                 input_args=tokens if stage == 0 else hidden,
                 output_args=loss if stage == count - 1 else hidden,
                 group=self.group,
+                dw_builder=whole_backward if stage == count - 1 else None,
             )
             for stage, part in zip(self.stages, self.parts, strict=True)
         ]

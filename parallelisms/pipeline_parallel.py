@@ -67,10 +67,19 @@ def _view(model: nn.Module) -> nn.Module:
 
 
 def _for_this_stage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All stages are called alike; what the head is told would have another stage look for its head."""
+    """All stages are called alike; what the head is told would have another stage look for its head.
+
+    Labels stay for a stage that has a term of the loss of its own, which it multiplies with ``loss_scale``.
+    """
     if module.output is None:
-        kwargs = {name: value for name, value in kwargs.items() if name not in _LAST_ONLY}
+        unwanted = _LAST_ONLY[hasattr(module, "loss_scale") :]
+        kwargs = {name: value for name, value in kwargs.items() if name not in unwanted}
     return args, kwargs
+
+
+def _set_loss_scale(part: Any, scale: float | torch.Tensor) -> None:
+    if hasattr(part, "loss_scale"):
+        part.loss_scale = scale
 
 
 class _Identity(torch.autograd.Function):
@@ -147,6 +156,7 @@ class Pipeline:
         self.parts, self.plan, self.group, self.device = list(parts), plan, group, device
         for part in parts:  # before the hooks that are there: the context axis acts on logits_at
             part.register_forward_pre_hook(_for_this_stage, prepend=True, with_kwargs=True)
+            _set_loss_scale(part, 1.0)
         self.args: Any = parts[0].args
         self.stages = plan.stages_of(rank)
         self.has_last = len(plan.stages) - 1 in self.stages
@@ -215,6 +225,8 @@ class Pipeline:
         Returns the float32 sum of the token losses on ranks with the last stage, 0 elsewhere.
         """
         self._sums, self._divisor = [], divisor
+        for part in self.parts:
+            _set_loss_scale(part, 1 / divisor)
         call = {"positions": positions, "document_ids": document_ids, "labels": labels}
         call = {name: value for name, value in call.items() if value is not None}
         self._schedule.step(

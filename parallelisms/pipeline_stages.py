@@ -107,7 +107,7 @@ class PipelinePlan:
         return lines
 
 
-def check_pipeline_parallel(degree: int, *, tied: bool, n_experts: int = 0) -> None:
+def check_pipeline_parallel(degree: int, schedule: str, *, tied: bool, n_experts: int = 0) -> None:
     """Whether a model can be cut into stages at all.
 
     Raises:
@@ -118,9 +118,10 @@ def check_pipeline_parallel(degree: int, *, tied: bool, n_experts: int = 0) -> N
             f"{DEGREE} = {degree}: this model's head is its embedding (tied weights), and the first and the "
             "last stage would each train a copy: set it to 1, or take a flavor that is not tied."
         )
-    if degree > 1 and n_experts:
+    if degree > 1 and n_experts and schedule_kind(schedule).splits_backward:
         raise ValueError(
-            f"{DEGREE} = {degree}: a model with experts (model.n_experts = {n_experts}) takes 1."
+            f'{SCHEDULE} = "{schedule}": experts (model.n_experts = {n_experts}) form gradients of inputs '
+            'and weights together: use "Interleaved1F1B" or "1F1B".'
         )
 
 

@@ -117,7 +117,8 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
         others=dims.degree("dp_shard_mod_ep"),
     )
     if dims.pp > 1:
-        check_pipeline_parallel(dims.pp, tied=args.tie_embeddings, n_experts=n_experts)
+        schedule = config.parallelism.pipeline_parallel_schedule
+        check_pipeline_parallel(dims.pp, schedule, tied=args.tie_embeddings, n_experts=n_experts)
         pipeline_plan(config, dims, args)
 
 

@@ -113,9 +113,10 @@ def test_what_cannot_be_is_one_line_with_the_key(changes, says):
     assert "parallelism." in str(error.value) and "\n" not in str(error.value)
 
 
-def test_tied_weights_and_experts_are_refused():
-    check_pipeline_parallel(1, tied=True, n_experts=8)
+def test_tied_weights_and_experts_whose_backward_would_be_split_are_refused():
+    check_pipeline_parallel(1, "ZBVZeroBubble", tied=True, n_experts=8)
+    check_pipeline_parallel(2, "1F1B", tied=False, n_experts=8)
     with pytest.raises(ValueError, match=r"tied weights"):
-        check_pipeline_parallel(2, tied=True)
+        check_pipeline_parallel(2, "1F1B", tied=True)
     with pytest.raises(ValueError, match=r"model\.n_experts = 8"):
-        check_pipeline_parallel(2, tied=False, n_experts=8)
+        check_pipeline_parallel(2, "ZBVZeroBubble", tied=False, n_experts=8)

@@ -35,8 +35,19 @@ FAMILIES = {  # not their debug models, which are tied
         "model__n_kv_heads": None, "model__vocab_size": 512,
     },
 }  # fmt: skip
+EXPERTS = {
+    **SIZES, "model__name": "qwen3", "model__flavor": "debugmodel_moe", "model__head_dim": 8,
+    "model__hidden_dim": 24, "model__n_experts": 8, "model__n_experts_per_token": 2,
+    # So strong that a stage without its own term, or with one of another size, would be seen in the losses.
+    "model__moe_auxiliary_loss_coefficient": 0.3,
+    "validation__enable": False,
+}  # fmt: skip
 TWO = [name for name, (ranks, axes) in LAYOUTS.items() if ranks == 2 and "pipeline" in axes]
-FOUR = [name for name, (ranks, axes) in LAYOUTS.items() if ranks == 4 and "pipeline" in axes]
+FOUR = [
+    name
+    for name, (ranks, axes) in LAYOUTS.items()
+    if ranks == 4 and "pipeline" in axes and "expert" not in axes
+]
 EIGHT = [name for name, (ranks, axes) in LAYOUTS.items() if ranks == 8 and "pipeline" in axes]
 NAMED = {
     "parallelism__module_fqns_per_model_part": (
@@ -132,7 +143,15 @@ def done(tmp_path_factory) -> Done:
         ]
 
     train_ranks(
-        0, 1, [arguments(tmp, "single"), *others("single"), arguments(tmp, "single", "export", **EXPORT)]
+        0,
+        1,
+        [
+            arguments(tmp, "single"),
+            *others("single"),
+            arguments(tmp, "single", "export", **EXPORT),
+            # The balancing term is about a micro-batch, so one process takes those of the stages.
+            arguments(tmp, "single", "experts", **EXPERTS, training__local_batch_size=1),
+        ],
     )
     imported = {
         **EXPORT, "checkpoint__last_save_in_hf": False, "checkpoint__initial_load_in_hf": True,
@@ -147,13 +166,21 @@ def done(tmp_path_factory) -> Done:
             *others("pp2"),
             arguments(tmp, "pp2_zbv", "export", **EXPORT),
             arguments(tmp, "pp2_interleaved", "import", **imported),
+            arguments(tmp, "pp2_interleaved", "experts", **EXPERTS),
         ],
         timeout=300,
     )
     LAYOUTS["fsdp4"] = (4, {})
     continued = [resume(tmp, *move) for move in RESUMED if LAYOUTS[move[1]][0] == 4]
     four = run_distributed(
-        train_four, 4, [*(arguments(tmp, layout) for layout in FOUR), *continued], timeout=300
+        train_four,
+        4,
+        [
+            *(arguments(tmp, layout) for layout in FOUR),
+            *continued,
+            arguments(tmp, "ep2_pp2", "experts", **EXPERTS),
+        ],
+        timeout=300,
     )
     train_ranks(0, 1, [resume(tmp, *move) for move in RESUMED if LAYOUTS[move[1]][0] == 1])
     return Done(tmp, two, four)
@@ -188,6 +215,16 @@ def test_training_equals_one_process(trained, layout):
 def test_other_families_and_stages_by_name(trained, name):
     """GPT-2's stages are named ones."""
     assert_same_run(trained / name / "llama3_pp2", trained / name / "llama3_single")
+
+
+@pytest.mark.parametrize("layout", ["pp2_interleaved", "ep2_pp2"])
+def test_experts_are_balanced_on_every_stage(trained, layout):
+    folder, wanted = (trained / "experts" / f"llama3_{name}" for name in (layout, "single"))
+    assert max(column(wanted, "router/max_load")) > 1.2, "the routing is uneven"
+    for key in ("loss", "grad_norm", "router/max_load", "router/min_load", "router/imbalance"):
+        assert greatest_difference(folder, wanted, key) < 1e-5, key
+    last = f"checkpoint/step-{STEPS}"
+    assert distance(folder / last, wanted / last) < 1e-4
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -33,6 +33,7 @@ LAYOUTS = {  # name: (ranks, degrees)
     "pp2_zbv_fsdp2": (4, {"pipeline": 2, "schedule": "ZBVZeroBubble"}),
     "pp2_replicas2": (4, {"pipeline": 2, "data_replicate": 2}),
     "cp2_pp2": (4, {"context": 2, "pipeline": 2}),
+    "ep2_pp2": (4, {"pipeline": 2, "expert": 2}),
     "tp2_pp2_fsdp2": (8, {"tensor": 2, "pipeline": 2}),
 }
 KEYS = {
@@ -41,6 +42,7 @@ KEYS = {
     "method": "parallelism__context_parallel_method",
     "data_replicate": "parallelism__data_parallel_replicate_degree",
     "pipeline": "parallelism__pipeline_parallel_degree",
+    "expert": "parallelism__expert_parallel_degree",
     "schedule": "parallelism__pipeline_parallel_schedule",
 }
 FAMILIES = {

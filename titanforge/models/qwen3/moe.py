@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -40,6 +42,19 @@ class ExpertBlock(nn.Module):
         return x_BTD + y_BTD, routing
 
 
+class AddGradient(torch.autograd.Function):
+    """x as it is; its backward also starts that of ``scale * term``, a scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, term: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+        ctx.scale = torch.as_tensor(scale, dtype=term.dtype, device=term.device).clone()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad_outputs[0], ctx.scale, None
+
+
 class Qwen3Moe(Qwen3):
     """The whole model. Its loss is the tokens' alone; the balancing term acts on the gradient.
 
@@ -49,11 +64,14 @@ class Qwen3Moe(Qwen3):
         load: float32 [layers, E + 1], a buffer that no checkpoint holds: rows sent to each expert since the
             last step, over all micro-batches, and the imbalance times rows sent.
         last_load: the same of the last step, over all ranks.
+        loss_scale: where the head is elsewhere, what the sum of losses is multiplied with before backward:
+            the term must act on the gradient here too. None: labels are for a head.
     """
 
     block_class = ExpertBlock
     load: torch.Tensor
     last_load: torch.Tensor
+    loss_scale: float | torch.Tensor | None = None
 
     def __init__(self, args: Qwen3Args) -> None:
         super().__init__(args)
@@ -81,7 +99,8 @@ class Qwen3Moe(Qwen3):
         for block in self.layers.values():
             x_BTD, routing = block(x_BTD, rotation, mask)
             routings.append(routing)
-        result = self._leave(x_BTD, labels, logits_at)
+        elsewhere = self.output is None and self.loss_scale is not None
+        result = self._leave(x_BTD, None if elsewhere else labels, logits_at)
         if labels is None or not (self.training and torch.is_grad_enabled() and routings):
             return result
         whole, counted = self.whole_routing(routings, (labels != IGNORE_INDEX).sum())
@@ -91,7 +110,12 @@ class Qwen3Moe(Qwen3):
         if self.args.moe_balancing == "auxiliary_loss" and coefficient:
             # Per counted token, as the loss is: whoever divides that sum divides this one too.
             term = coefficient * counted * imbalance_L.sum() / self.args.n_layers
-            result = result + (term - term.detach())  # the value stays the tokens' loss
+            # The value stays the tokens' loss, or what a stage hands on.
+            result = (
+                AddGradient.apply(result, term, self.loss_scale)
+                if elsewhere
+                else result + (term - term.detach())
+            )
         return result
 
     def whole_routing(
@@ -123,14 +147,13 @@ class Qwen3Moe(Qwen3):
 
     def metrics(self) -> dict[str, torch.Tensor]:
         """Of the busiest and the idlest expert of any layer the load relative to the mean; mean imbalance."""
-        layers = [int(layer) for layer in self.layers]
-        load_LE = self.last_load[layers, :-1]
+        load_LE = self.last_load[:, :-1]  # also of layers that are elsewhere
         sent_L = load_LE.sum(1).clamp(min=1)
         relative_LE = load_LE * load_LE.shape[1] / sent_L[:, None]
         return {
             "router/max_load": relative_LE.max(),
             "router/min_load": relative_LE.min(),
-            "router/imbalance": (self.last_load[layers, -1] / sent_L).mean(),
+            "router/imbalance": (self.last_load[:, -1] / sent_L).mean(),
         }
 
     def _apply(self, fn, recurse: bool = True):

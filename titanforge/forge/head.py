@@ -26,7 +26,7 @@ from titanforge.forge.sources import Product
 
 IGNORE_INDEX = -100
 CHUNK_LOGITS = 2**23
-"""Most logits held at once: 32 MiB in float32."""
+"""Most logits held at once: 16 MiB in bf16."""
 _ROWS = 256  # chunks are whole tiles of the update
 
 
@@ -58,25 +58,41 @@ def logits_gradient(logits_NR: Tensor, lse_N1: Tensor, column_N1: Tensor, scale_
     return torch.where(scale_N1 == 0, 0.0, gradient_NR).to(logits_NR.dtype)
 
 
+def logits_summary(
+    logits_NR: Tensor, column_N1: Tensor, lse_N1: Tensor, own_N1: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A chunk's logits added to (log-sum-exp so far, the label's own logit so far), both fp32.
+
+    column: as for `logits_gradient`.
+    """
+    logits_NR = logits_NR.float()
+    inside_N1 = (column_N1 >= 0) & (column_N1 < logits_NR.shape[1])
+    picked_N1 = logits_NR.gather(1, column_N1.clamp(0, logits_NR.shape[1] - 1))
+    lse_N1 = torch.logaddexp(lse_N1, torch.logsumexp(logits_NR, dim=-1, keepdim=True))
+    return lse_N1, torch.where(inside_N1, picked_N1, own_N1)
+
+
 @torch.library.custom_op("titanforge::forge_head_loss", mutates_args=())
-def head_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+def head_loss(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, handle: Tensor
+) -> tuple[Tensor, Tensor]:
     """(sum of the token losses, fp32 scalar; log-sum-exp of each token's logits, fp32 [N])."""
+    sink = sink_of(handle)
+    assert isinstance(sink, HeadSink)
     N, V = hidden_ND.shape[0], weight_VD.shape[0]
-    lse_N = torch.full((N,), -torch.inf, device=hidden_ND.device)
-    own_N = torch.zeros(N, device=hidden_ND.device)
+    lse_N1 = torch.full((N, 1), -torch.inf, device=hidden_ND.device)
+    own_N1 = torch.zeros(N, 1, device=hidden_ND.device)
+    labels_N1 = labels_N.unsqueeze(1)
     for first, rows in _chunks(N, V):
-        logits_NR = F.linear(hidden_ND, weight_VD[first : first + rows].to(hidden_ND.dtype)).float()
-        lse_N = torch.logaddexp(lse_N, torch.logsumexp(logits_NR, dim=-1))
-        column_N = labels_N - first
-        inside_N = (column_N >= 0) & (column_N < rows)
-        picked_N = logits_NR.gather(1, column_N.clamp(0, rows - 1).unsqueeze(1)).squeeze(1)
-        own_N = torch.where(inside_N, picked_N, own_N)
-    loss = torch.where(labels_N == IGNORE_INDEX, 0.0, lse_N - own_N).sum()
-    return loss, lse_N
+        weight_RD = weight_VD[first : first + rows].to(hidden_ND.dtype)
+        # Unnamed: a name would keep one chunk's logits while the next one's are made.
+        lse_N1, own_N1 = sink.summary(F.linear(hidden_ND, weight_RD), labels_N1 - first, lse_N1, own_N1)
+    loss = torch.where(labels_N1 == IGNORE_INDEX, 0.0, lse_N1 - own_N1).sum()
+    return loss, lse_N1.squeeze(1)
 
 
 @head_loss.register_fake
-def _(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+def _(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, handle: Tensor) -> tuple[Tensor, Tensor]:
     return hidden_ND.new_empty((), dtype=torch.float32), hidden_ND.new_empty(
         hidden_ND.shape[0], dtype=torch.float32
     )
@@ -124,8 +140,11 @@ class _Tokens:
 
 @dataclass(eq=False)
 class HeadSink(Sink):
-    """The sink of a linear that owns the loss. gradient: `logits_gradient`, or a compiled form of it."""
+    """The sink of a linear that owns the loss. summary, gradient: `logits_summary` and `logits_gradient`, or
+    compiled forms of them.
+    """
 
+    summary: Callable[..., tuple[Tensor, Tensor]] = logits_summary
     gradient: Callable[..., Tensor] = logits_gradient
     _waiting: list[_Tokens] = field(default_factory=list)
 
@@ -133,6 +152,7 @@ class HeadSink(Sink):
         """Compile what lies between the products if the head itself was asked to."""
         options = getattr(head, "compile_options", None)
         if options is not None:
+            self.summary = torch.compile(logits_summary, *options[0], **options[1])
             self.gradient = torch.compile(logits_gradient, *options[0], **options[1])
 
     def product(self, dy: Tensor, x: Tensor) -> None:
@@ -177,6 +197,7 @@ class HeadSink(Sink):
                 self.add_to_state(product, first, rows)
             elif consume:
                 self.consume(product, first, rows)
+            del gradient_NR, product  # before the next chunk's
         if whole is not None:
             self.update_whole(whole)
         return grad_hidden.to(hidden.dtype)
@@ -215,7 +236,7 @@ class FusedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, handle: Tensor) -> Tensor:
-        loss, lse_N = head_loss(hidden_ND, weight_VD, labels_N)
+        loss, lse_N = head_loss(hidden_ND, weight_VD, labels_N, handle)
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N, lse_N, handle)
         return loss
 

@@ -49,7 +49,8 @@ def apply_activation_checkpoint(
     """Checkpoint the blocks of ``model.layers``; returns how many are checkpointed.
 
     Args:
-        mode: "none"; "full": every block is recomputed whole; "selective": see ``option``.
+        mode: "none"; "memory_budget": left to the compiler (see ``apply_compile``), nothing is done here;
+            "full": every block is recomputed whole; "selective": see ``option``.
         option: "op": in every block keep the results of matrix products and attention, recompute the
             rest. A number n as text: recompute every n-th block whole (blocks n, 2n, ...), keep others.
         preserve_rng_state: replay random numbers (dropout) in recomputation.
@@ -61,10 +62,12 @@ def apply_activation_checkpoint(
     Raises:
         ValueError: unknown mode or option.
     """
-    if mode == "none":
+    if mode in ("none", "memory_budget"):
         return 0
     if mode not in ("full", "selective"):
-        raise ValueError(f"activation_checkpoint.mode = {mode!r}: must be none, selective or full.")
+        raise ValueError(
+            f"activation_checkpoint.mode = {mode!r}: must be none, selective, full or memory_budget."
+        )
     per_operator = mode == "selective" and option == "op"
     every = 1
     if mode == "selective" and not per_operator:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._functorch.config as partitioner_config
 from torch import nn
 
+NOT_PARTITIONING = ("eager", "aot_eager")
+"""Backends of torch.compile that keep whatever autograd would."""
 
-def apply_compile(model: nn.Module, backend: str = "inductor") -> int:
+
+def apply_compile(model: nn.Module, backend: str = "inductor", memory_budget: float | None = None) -> int:
     """Compile every block of ``model.layers`` in place; returns how many.
 
     Blocks of one shape share their compiled code (torch guards on structure, not on the instance), so
@@ -15,11 +24,43 @@ def apply_compile(model: nn.Module, backend: str = "inductor") -> int:
 
     Of a block that exchanges tokens with other ranks (``exchanges_tokens``, see ``expert_parallel``) the
     attention alone is compiled: how many rows come is data, which the host reads.
+
+    memory_budget: share, in 0 … 1, of the activations that the compiler would keep for speed alone; what is
+    dropped to get there is recomputed in backward, the cheapest first. Just below 1 these are what lies
+    between the matrix products (the norms' outputs, the product that feeds the feed-forward's last matrix),
+    at the cost of a few elementwise kernels. None: keep what is best for speed.
+
+    Raises ValueError for a budget out of its range, or a backend that has no choice of what to keep.
     """
+    compiler: str | Callable[..., Any] = backend
+    if memory_budget is not None:
+        compiler = _within_budget(backend, memory_budget)
     layers = getattr(model, "layers", None)
     blocks = list(layers.children()) if layers is not None else []
     for block in blocks:
         whole = not any(hasattr(module, "exchanges_tokens") for module in block.modules())
         part = block if whole else block.get_submodule("attention")
-        part.compile(backend=backend, fullgraph=True)
+        part.compile(backend=compiler, fullgraph=True)
     return len(blocks)
+
+
+@functools.cache
+def _within_budget(backend: str, memory_budget: float) -> Callable[..., Any]:
+    """The backend under the budget; one function for all blocks, or each would be compiled anew.
+
+    The setting is torch's own and global; it holds while one of these graphs is compiled, and for no other.
+    """
+    if not 0 <= memory_budget <= 1:
+        raise ValueError(f"activation_checkpoint.memory_budget = {memory_budget}: must be within 0 and 1")
+    if backend in NOT_PARTITIONING:
+        raise ValueError(
+            f'activation_checkpoint.mode = "memory_budget": compile.backend = "{backend}" keeps what '
+            "autograd would; use inductor, or another mode"
+        )
+    compile_graph = torch._dynamo.lookup_backend(backend)
+
+    def compile_within_budget(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        with partitioner_config.patch(activation_memory_budget=memory_budget):
+            return compile_graph(graph, inputs, **options)
+
+    return compile_within_budget

@@ -71,7 +71,9 @@ class CudaGraph:
 
     def capture(self, launch: Callable[[], Result]) -> Result:
         torch.cuda.synchronize(self.device)
-        # The graph takes memory of its own. What earlier steps left in the cache is needed for it.
+        # The graph takes memory of its own. What earlier steps left in the cache is needed for it, and
+        # so are cuBLAS's workspaces, 32 MiB for each stream and thread that it has seen.
+        torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportAttributeAccessIssue]
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         graph = torch.cuda.CUDAGraph()

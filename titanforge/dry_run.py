@@ -157,6 +157,8 @@ def rank_memory(
             compute_bytes=compute_bytes,
             mode=recompute.mode,
             selective_option=recompute.selective_ac_option,
+            memory_budget=recompute.memory_budget,
+            compiled=config.compile.enable and "model" in config.compile.components,
             loss_chunk_tokens=max(1, chunk_logits * tp // args.vocab_size),
         )
         + (gathered * args.dim * batch * seq_len * compute_bytes * (tp - 1) // tp),

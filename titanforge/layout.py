@@ -262,7 +262,8 @@ def parallelize(
     replay_random = checkpointing.preserve_rng_state and not config.compile.cuda_graph
     apply_activation_checkpoint(model, checkpointing.mode, checkpointing.selective_ac_option, replay_random)
     if config.compile.enable and "model" in config.compile.components:
-        apply_compile(model, config.compile.backend)
+        budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else None
+        apply_compile(model, config.compile.backend, budget)
     head = model.output  # None on a rank without the last stage
     if config.compile.enable and "loss" in config.compile.components and isinstance(head, nn.Module):
         head.compile(backend=config.compile.backend, fullgraph=True)

@@ -356,6 +356,13 @@ def test_selective_option(option):
 
 
 def test_compile_components():
+    budget = "--activation_checkpoint.mode=memory_budget"
+    assert validate(budget, "--compile.enable", "--activation_checkpoint.memory_budget=0.99") == []
+    for others in ([], ["--compile.enable", "--compile.backend=aot_eager"]):
+        message = refusal_of(budget, *others)
+        assert message.startswith('activation_checkpoint.mode = "memory_budget": the compiler keeps to')
+    message = refusal_of(budget, "--compile.enable", "--activation_checkpoint.memory_budget=1.5")
+    assert message.startswith("activation_checkpoint.memory_budget = 1.5: is a share")
     message = refusal_of("--compile.enable", "--compile.components=model,optim")
     assert message.endswith('"optim" is not one of model, loss')
     assert "nothing to compile" in refusal_of("--compile.enable", "--compile.components=")
@@ -428,6 +435,7 @@ def test_dump_folder_is_no_file(tmp_path):
             ["--activation_checkpoint.mode=none", "--activation_checkpoint.preserve_rng_state=false"],
             "activation_checkpoint.preserve_rng_state",
         ),
+        (["--activation_checkpoint.memory_budget=0.7"], "activation_checkpoint.memory_budget"),
         (["--compile.backend=eager"], "compile.backend"),
         (["--validation.freq=5"], "validation.freq"),
         (["--validation.enable", "--validation.sample_tokens=5"], "validation.sample_tokens"),

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from tests.forge.toy import (
+    SIZES,
+    TOKENS,
+    VOCAB,
     fuse,
     largest_difference,
     llama,
@@ -16,6 +19,9 @@ from tests.forge.toy import (
     train,
     weights,
 )
+from titanforge.metrics import activation_bytes
+from titanforge.models.initialization import initialize_weights
+from titanforge.models.registry import build_model
 from titanforge.parallelisms import apply_activation_checkpoint, apply_compile, apply_mixed_precision
 
 
@@ -50,6 +56,50 @@ def test_compiled_blocks_are_one_graph_and_equal(mode: str) -> None:
     # Two blocks share one graph; the second comes from inputs that need no gradient or do.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_a_budget_drops_norms_and_products_and_changes_no_bit(family: str) -> None:
+    sizes = SIZES | ({"head_dim": 16} if family == "qwen3" else {})
+    runs = []
+    for budget in (None, 0.99):
+        model, args = build_model(family, "debugmodel", vocab_size=VOCAB, seq_len=TOKENS, overrides=sizes)
+        initialize_weights(model, 0)
+        # What inductor partitions by, without its code generation.
+        apply_compile(model, "aot_eager_decomp_partition", budget)
+        optimizer = fuse(model, options_of())
+        weight_memory = {param.untyped_storage().data_ptr() for param in model.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(
+            tensor: torch.Tensor, saved: dict[int, int] = saved, weights: set[int] = weight_memory
+        ) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        losses = train(model, optimizer, 0, 2)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            losses += train(model, optimizer, 2, 3)
+        runs.append((losses, weights(model), sum(saved.values()), args))
+    (losses, trained, most, args), (same_losses, same_weights, least, _) = runs
+    assert losses == same_losses and same(trained, same_weights)
+    tokens, q_dim, kv_dim = 2 * TOKENS, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    estimates = [
+        activation_bytes(
+            batch=2, seq_len=TOKENS, dim=args.dim, n_layers=args.n_layers, hidden_dim=args.ffn_dim,
+            kv_dim=kv_dim, q_dim=q_dim, qk_norm=family == "qwen3", vocab_size=VOCAB, compute_bytes=4,
+            mode=mode, memory_budget=0.99, compiled=True,
+        )
+        for mode in ("none", "memory_budget")
+    ]  # fmt: skip
+    # The estimate has one whole block on top, while it is recomputed.
+    dropped = 2 * args.dim + args.ffn_dim
+    assert most - least == args.n_layers * dropped * tokens * 4
+    assert estimates[0] - estimates[1] == (args.n_layers - 1) * dropped * tokens * 4
+    if family == "llama3":  # cos and sin, log-sum-exp, 1/rms and the head's labels are in no estimate
+        assert estimates[0] - tokens * VOCAB * 12 == pytest.approx(most, rel=0.1)
 
 
 @pytest.mark.slow

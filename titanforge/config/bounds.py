@@ -60,6 +60,7 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "parallelism.pipeline_parallel_last_stage_less_layers": (0, None),
     "parallelism.context_parallel_degree": (1, None),
     "parallelism.expert_parallel_degree": (1, None),
+    "activation_checkpoint.memory_budget": (0, None),
     "sync.interval": (1, None),
     "sync.local_lr": (0, None),
     "sync.warmup_steps": (0, None),

@@ -192,8 +192,13 @@ DEPENDENCES = (
     ),
     Dependence(
         ("activation_checkpoint.preserve_rng_state",),
-        lambda config, device: config.activation_checkpoint.mode != "none",
-        "activation_checkpoint.mode is none",
+        lambda config, device: config.activation_checkpoint.mode in ("selective", "full"),
+        "activation_checkpoint.mode is neither selective nor full",
+    ),
+    Dependence(
+        ("activation_checkpoint.memory_budget",),
+        lambda config, device: config.activation_checkpoint.mode == "memory_budget",
+        "activation_checkpoint.mode is not memory_budget",
     ),
     Dependence(
         ("compile.components", "compile.backend"),

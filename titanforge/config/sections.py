@@ -457,8 +457,13 @@ class Checkpoint:
 
 @dataclass
 class ActivationCheckpoint:
-    mode: Literal["none", "selective", "full"] = "selective"
-    """Recompute nothing, some of, or all of each block in backward."""
+    mode: Literal["none", "selective", "full", "memory_budget"] = "selective"
+    """Recompute nothing, some of, or all of each block in backward; `memory_budget`: what the compiler
+    chooses, to keep a share of what it would."""
+    memory_budget: float = 0.5
+    """Mode `memory_budget`: share of a block's activations that is kept, 0 to 1, of what compiling without a
+    budget keeps. Just below 1 (0.99) only norms and elementwise products are recomputed, a third of the bytes
+    for hardly any time."""
     selective_ac_option: str = "op"
     """`op`: keep matrix products and attention, recompute the rest. A number n: whole blocks, every n-th."""
     preserve_rng_state: bool = True

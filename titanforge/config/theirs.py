@@ -31,9 +31,7 @@ _FAULT_TOLERANCE = (
 _HUGGING_FACE = (
     "quantized weights are not read; checkpoint.initial_load_in_hf reads float32, bfloat16 and float16"
 )
-_BUDGET = (
-    "activation memory budgets are not available; use activation_checkpoint.mode = none, selective or full"
-)
+_BUDGET = "no curve of time over memory is drawn: try values of activation_checkpoint.memory_budget"
 _VALIDATION_LOADER = "validation reads its batches without workers"
 
 _SAC_SHAPES = 'activation_checkpoint.selective_ac_option = "op" keeps every matrix product'
@@ -76,7 +74,6 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     "activation_checkpoint.early_stop": ForeignKey(
         "recomputation always runs as torch does by default", (False,)
     ),
-    "activation_checkpoint.memory_budget": ForeignKey(_BUDGET),
     "activation_checkpoint.visualize_memory_budget_pareto": ForeignKey(_BUDGET, (False,)),
     "activation_checkpoint.determinism_check": ForeignKey("use debug.deterministic", ("default", "none")),
     "activation_checkpoint.debug": ForeignKey("use debug.deterministic", (False,)),

@@ -498,6 +498,19 @@ def _check_runtime(config: JobConfig) -> None:
             "activation_checkpoint.selective_ac_option",
             'must be "op" or a whole number of at least 1, as a string ("2": every second block)',
         )
+    if recompute.memory_budget > 1:
+        raise refusal(
+            config, "activation_checkpoint.memory_budget", "is a share of what would be kept: at most 1"
+        )
+    if recompute.mode == "memory_budget":
+        compiles_blocks = config.compile.enable and "model" in config.compile.components
+        if not compiles_blocks or config.compile.backend in ("eager", "aot_eager"):
+            raise refusal(
+                config,
+                "activation_checkpoint.mode",
+                "the compiler keeps to a budget: set compile.enable = true, with model among "
+                'compile.components and compile.backend = "inductor", or use none, selective or full',
+            )
     for component in config.compile.components:
         if component not in COMPILE_COMPONENTS:
             raise refusal(

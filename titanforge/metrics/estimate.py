@@ -56,8 +56,10 @@ def activation_bytes(
     q_dim: int | None = None,
     qk_norm: bool = False,
     routed: int = 0,
-    mode: Literal["none", "selective", "full"] = "selective",
+    mode: Literal["none", "selective", "full", "memory_budget"] = "selective",
     selective_option: str = "op",
+    memory_budget: float = 1.0,
+    compiled: bool = False,
     loss_chunk_tokens: int | None = None,
 ) -> int:
     """Activations alive at the deepest point of one micro-batch, for a Llama-like block.
@@ -68,7 +70,10 @@ def activation_bytes(
 
     - everything (mode none): 4D + 3Q + 3K + 4H + 2RD: input, two norm outputs, the residual between; q before
       and after RoPE, attention output; k before and after, v; gate, up, silu(gate) and their product; a row
-      sent to each expert and one returned. ``qk_norm``: q and k once more, Q + K.
+      sent to each expert and one returned. ``qk_norm``: q and k once more, Q + K. ``compiled``: without q and
+      k before RoPE (those before their norm remain) and silu(gate), Q + K + H less.
+    - ``memory_budget``: that share of what a compiled block keeps beside its input; but no more than without
+      the two norm outputs and the product, which the compiler drops at any budget below 1.
     - ``op``: 3D + 2Q + 2K + 2H + RD: the input and the outputs of the seven matrix products and of attention.
     - full: D, the input; and one block whole while it is recomputed.
     - an integer n: every n-th block as in full, the others whole.
@@ -80,8 +85,14 @@ def activation_bytes(
     tokens = batch * seq_len
     q_dim = dim if q_dim is None else q_dim
     whole = (4 + 2 * routed) * dim + (3 + qk_norm) * (q_dim + kv_dim) + 4 * hidden_dim
+    if compiled or mode == "memory_budget":
+        whole -= q_dim + kv_dim + hidden_dim
     if mode == "none":
         per_token = n_layers * whole
+    elif mode == "memory_budget":
+        light = whole - 2 * dim - hidden_dim if memory_budget < 1 else whole
+        kept = min(light, round(dim + memory_budget * (whole - dim)))
+        per_token = n_layers * kept + (whole - kept)
     elif mode == "full":
         per_token = n_layers * dim + whole
     elif selective_option == "op":

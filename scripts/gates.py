@@ -29,6 +29,7 @@ from scripts.bench.harness import machine_facts, markdown_table, write_report
 from scripts.exactness import experts, layouts, one_rank, resharding, stages  # noqa: F401  they enter their gates
 from scripts.exactness.registry import GATES, Gate, Reading, World
 from titanforge.config.sections import Comm
+from titanforge.kernels.forms import select_form
 from titanforge.parallelisms import init_distributed, set_determinism
 
 
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--gates", nargs="+", choices=GATES, default=list(GATES), metavar="GATE")
+    parser.add_argument("--kernel", default="auto", help="form of the fused kernel, as forge.kernel")
     parser.add_argument("--full", action="store_true", help="the paper's sizes on a CPU too")
     parser.add_argument("--out", type=Path, default=Path("outputs/gates"), help="folder of the report")
     parser.add_argument("--timeout", type=int, default=120, help="seconds after which a rank counts as lost")
@@ -112,8 +114,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     # Attention and others may sum in an order that changes from run to run; only equal sums can be compared.
     set_determinism(3, True, True, runtime.device)
+    select_form(args.kernel, runtime.device)
     world = World(runtime, args.full)
-    facts = machine_facts() | {"ranks": world.size, "device": str(world.device.type)}
+    facts = machine_facts() | {
+        "ranks": world.size,
+        "device": world.device.type,
+        "forge.kernel": args.kernel,
+    }
     outcomes, lost = [], False
     for name in args.gates:
         if lost:

@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--state-dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--kernel", default="auto", help="form of the fused kernel, as forge.kernel")
     parser.add_argument("--no-graph", action="store_true", help="eager steps alone")
     parser.add_argument("--cell-timeout", type=float, default=90.0, help="seconds for one cell")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds for all cells")
@@ -105,10 +106,13 @@ def _parser() -> argparse.ArgumentParser:
 def measure(args: argparse.Namespace, family: str, engine: str) -> dict[str, Any]:
     """One cell, in this process."""
     from scripts.bench.ours import Forge, GraphedStep, Native, TrainStep, build_llama
+    from titanforge.captured import WARM_UP_STEPS
     from titanforge.config.sections import Optimizer
+    from titanforge.kernels.forms import select_form
     from titanforge.optim.registry import build_rule
 
     start = time.perf_counter()
+    select_form(args.kernel, torch.device(args.device))
     on_gpu = args.device == "cuda"
     rule, options = FAMILIES[family]
     config = Optimizer(**{"name": rule, "state_dtype": args.state_dtype, **options})
@@ -145,9 +149,10 @@ def measure(args: argparse.Namespace, family: str, engine: str) -> dict[str, Any
     if on_gpu and not args.no_graph:
         slow = result["median_ms"] > SLOW_MS  # the host is long done there: a few replays say as much
         try:
-            graphed = GraphedStep(step, *pool[0], warmup=1 if slow else 3)
+            graphed = GraphedStep(step, *pool[0])
+            # The first steps run as they are, the next is captured.
             graph_ms = StepClock(args.device).run(
-                lambda: graphed(*pool[0]), warmup=1, steps=2 if slow else args.steps
+                lambda: graphed(*pool[0]), warmup=WARM_UP_STEPS + 1, steps=2 if slow else args.steps
             )
             result["graph_ms"] = statistics.median(graph_ms)
         except Exception as error:  # the eager figures stand; the table says why there is no other
@@ -350,7 +355,7 @@ def main(argv: list[str] | None = None) -> int:
     cells = {} if args.again else read_cells(args.resume, args.out / "families.json")
     facts = machine_facts()
     facts["shape"] = f"{'toy' if args.tiny else 'Llama-3.1-8B'}, batch {args.batch}, sequence {args.seq_len}"
-    facts["states"] = args.state_dtype
+    facts["states"], facts["forge.kernel"] = args.state_dtype, args.kernel
 
     def keep(name: str, result: dict[str, Any]) -> None:
         cells[name] = result

@@ -126,8 +126,17 @@ def test_split_sequences_must_divide_and_what_is_not_shown_with_them_is_refused(
     assert message.startswith("training.seq_len = 126: must be a multiple of 4")
     assert message.endswith("use 128")
     assert "validation.seq_len = 9" in refusal_of(*tensor, "--validation.seq_len=9", world_size=8)
-    for argument in ("compile.enable=true", "training.enable_cpu_offload=true"):
+    for argument in ("training.enable_cpu_offload=true",):
         assert refusal_of(*tensor, f"--{argument}", world_size=8).startswith(argument.split("=")[0])
+    compiled = (*tensor, "--compile.enable=true")
+    assert validate(*compiled, world_size=8) == []
+    for argument, key in (
+        ("activation_checkpoint.mode=full", "activation_checkpoint.mode"),
+        ("activation_checkpoint.selective_ac_option=2", "activation_checkpoint.mode"),
+        ("parallelism.context_parallel_degree=2", "compile.enable"),
+        ("model.name=gpt2", "compile.enable"),
+    ):
+        assert refusal_of(*compiled, f"--{argument}", world_size=8).startswith(key), argument
     for name in RULES:
         argv = (*tensor, f"--optimizer.name={name}")
         rule = build_rule(name)

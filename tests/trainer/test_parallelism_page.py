@@ -93,7 +93,7 @@ def test_what_works_is_trained_in_a_test():
             assert degrees(row[0]) in trained, row[0]
 
 
-@pytest.mark.parametrize(("axis", "column"), [("tp 2", 1), ("cp 2", 1), ("pp 2", 2)])
+@pytest.mark.parametrize(("axis", "column"), [("tp 2", 1), ("cp 2", 2), ("pp 2", 3)])
 @pytest.mark.parametrize("row", table("beside it")[1:], ids=lambda row: row[0])
 def test_each_option_is_taken_or_refused_as_written(row, axis, column):
     key, value = re.fullmatch(r"`([\w.]+) = \"?([\w]+)\"?`", row[0]).groups()

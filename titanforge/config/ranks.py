@@ -101,9 +101,7 @@ def _check_split_sequences(config: JobConfig) -> None:
         )
     if config.compile.enable:
         _check_compiled_split(config)
-    for path, wanted in (
-        ("training.enable_cpu_offload", False),
-    ):
+    for path, wanted in (("training.enable_cpu_offload", False),):
         if schema.get_value(config, path) != wanted:
             raise refusal(
                 config,

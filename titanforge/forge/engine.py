@@ -142,8 +142,8 @@ class ForgeOptimizer(RuleOptimizer):
         ]
 
     def report(self) -> str:
-        """The plan, grouped, for printing at start-up."""
-        return plan_report(self.plan, self._model)
+        """The plan, grouped, and what the rules send, for printing at start-up."""
+        return "\n".join(filter(None, (plan_report(self.plan, self._model), super().report())))
 
     # ---------------------------------------------------------------- a step
 

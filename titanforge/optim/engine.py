@@ -223,9 +223,9 @@ class RuleOptimizer:
 
     def report(self) -> str:
         """More about who updates which weights than `groups` says, for printing at start-up."""
-        params = [param for group in self.groups for param in group.params]
-        if any(isinstance(param, DTensor) and param.device_mesh.ndim > 1 for param in params):
-            return ""  # the tensor axis cuts weights too, which the accounting does not know
+        matrices = [param for group in self.groups for param in group.params if param.dim() == 2]
+        if any(isinstance(param, DTensor) and param.device_mesh.ndim > 1 for param in matrices):
+            return ""  # the tensor axis cuts them too, which the accounting does not know
         return "\n".join(exchange_lines(self.groups, self.links.shards))
 
     def metrics(self) -> dict[str, Tensor]:

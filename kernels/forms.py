@@ -76,12 +76,12 @@ def form_for(tokens: int, device: torch.device) -> str:
     if reason := unavailable(device):
         say_once(f"fused updates run in the portable form of their kernel: a faster one cannot ({reason})")
         return PORTABLE
-    form = PINGPONG if tokens < FEW_TOKENS else COOPERATIVE
+    form = PINGPONG if tokens <= FEW_TOKENS else COOPERATIVE
     return form if form in AUTO_FORMS else PORTABLE
 
 
-AUTO_FORMS: tuple[str, ...] = ()
+AUTO_FORMS: tuple[str, ...] = (PINGPONG, COOPERATIVE)
 """Forms that `auto` takes: those that were measured, bit for bit and in time, on such a card. The autotuner
 and a name in `forge.kernel` choose from all."""
 FEW_TOKENS = 2048
-"""Below this many tokens reading and writing the states takes longer than multiplying."""
+"""Up to this many tokens the ping-pong form was the faster one (H200; from there to 4096 not measured)."""

@@ -100,7 +100,7 @@ def _recomputing_class(
 
     def forward(self, *args, **kwargs):
         return checkpoint(
-            functools.partial(base.forward, self),
+            functools.partial(self.__dict__.get("compiled_forward", base.forward), self),
             *args,
             use_reentrant=False,
             preserve_rng_state=preserve_rng_state,
@@ -108,4 +108,7 @@ def _recomputing_class(
             **kwargs,
         )
 
-    return type(base.__name__, (base,), {"__module__": base.__module__, "forward": forward})
+    members = {"__module__": base.__module__, "forward": forward}
+    if not per_operator:
+        members["recomputed_forward"] = staticmethod(base.forward)
+    return type(base.__name__, (base,), members)

@@ -19,8 +19,11 @@ def apply_compile(model: nn.Module, backend: str = "inductor", memory_budget: fl
 
     Blocks of one shape share their compiled code (torch guards on structure, not on the instance), so
     compile time does not grow with depth. ``fullgraph`` turns a graph break into an error: a break
-    inside a block would silently cost most of the gain. Call it after activation checkpointing (its
-    recomputation is then part of the graph) and before ``apply_fsdp`` (whose hooks stay outside).
+    inside a block would silently cost most of the gain. Call it after activation checkpointing and before
+    ``apply_fsdp`` (whose hooks stay outside).
+
+    In a block that is recomputed whole the forward is compiled inside of the recomputation. The other way
+    round the compiler decides what to keep, and keeps what comes out of an autograd function of our own.
 
     Of a block that exchanges tokens with other ranks (``exchanges_tokens``, see ``expert_parallel``) the
     attention alone is compiled: how many rows come is data, which the host reads.
@@ -40,8 +43,18 @@ def apply_compile(model: nn.Module, backend: str = "inductor", memory_budget: fl
     for block in blocks:
         whole = not any(hasattr(module, "exchanges_tokens") for module in block.modules())
         part = block if whole else block.get_submodule("attention")
-        part.compile(backend=compiler, fullgraph=True)
+        inner = getattr(type(part), "recomputed_forward", None)
+        if inner is None:
+            part.compile(backend=compiler, fullgraph=True)
+        else:
+            part.__dict__["compiled_forward"] = _compiled(inner, compiler)
     return len(blocks)
+
+
+@functools.cache
+def _compiled(forward: Callable[..., Any], compiler: str | Callable[..., Any]) -> Callable[..., Any]:
+    """One for all blocks of a class."""
+    return torch.compile(forward, backend=compiler, fullgraph=True)
 
 
 @functools.cache

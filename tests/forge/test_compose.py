@@ -102,6 +102,36 @@ def test_a_budget_drops_norms_and_products_and_changes_no_bit(family: str) -> No
         assert estimates[0] - tokens * VOCAB * 12 == pytest.approx(most, rel=0.1)
 
 
+def test_a_recomputed_block_keeps_its_input_alone_also_when_it_is_compiled() -> None:
+    """The compiler would keep the products: it does not recompute what is inside of an autograd function."""
+    kept = []
+    for backend in (None, "aot_eager_decomp_partition"):
+        model = llama()
+        apply_activation_checkpoint(model, "full")
+        if backend:
+            apply_compile(model, backend)
+        optimizer = fuse(model, options_of())
+        train(model, optimizer, 0, 1)
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, own: set[int] = own, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        optimizer.begin_step(1)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = llama_loss(model, 1)
+        optimizer.before_backward(0, torch.isfinite(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        kept.append(sum(sizes.values()))
+    eager, compiled = kept
+    assert 0 < compiled <= eager
+
+
 @pytest.mark.slow
 def test_compiled_with_inductor() -> None:
     plain, compiled = llama(n_layers=1), llama(n_layers=1)

@@ -68,7 +68,7 @@ def test_auto_takes_measured_forms_by_the_number_of_tokens(
 ) -> None:
     monkeypatch.setattr(forms, "AUTO_FORMS", (PINGPONG, COOPERATIVE))
     monkeypatch.setattr(forms, "HAS_TRITON", True)
-    assert [forms.form_for(tokens, CUDA) for tokens in (1, 1024, 2048)] == [PINGPONG, PINGPONG, COOPERATIVE]
+    assert [forms.form_for(tokens, CUDA) for tokens in (1, 2048, 2049)] == [PINGPONG, PINGPONG, COOPERATIVE]
     assert forms.form_for(512, CPU) == PORTABLE
     monkeypatch.setattr(forms, "AUTO_FORMS", (PINGPONG,))
     assert forms.form_for(4096, CUDA) == PORTABLE

@@ -407,9 +407,9 @@ class Forge:
     enable: bool = False
     """Run the optimizer where the weight gradient is made, so that no gradient is stored."""
     kernel: str = "auto"
-    """Form of the fused weight-gradient kernel: `portable` runs on any GPU; `pp2` (for few tokens) and `coop`
-    (for 2048 tokens and more) on NVIDIA Hopper with Triton 3.6 or newer; `auto` chooses by shape and tokens.
-    All give the same bits. A launch that a form does not take (ragged shapes, experts, stochastic rounding)
+    """Form of the fused weight-gradient kernel: `portable` runs on any GPU; `pp2` (up to 2048 tokens) and
+    `coop` (more) on NVIDIA Hopper with Triton 3.6 or newer; `auto` chooses by shape and tokens. All give the
+    same bits. A launch that a form does not take (ragged shapes, experts, stochastic rounding)
     runs in the portable one."""
     clip: Literal["exact", "lagged"] = "exact"
     """How `training.max_norm` is honoured by fused weights: `exact` cannot be, `lagged` can."""

@@ -224,7 +224,7 @@ def move_at_random(
     directions: O, of the weights one after the other. scale: s. h: of the rule that made O.
     """
     step = h[:4].clone()
-    step[3] = scale
+    step[3:4].fill_(scale)  # an assignment would copy from the host, which a captured step cannot
     flat_update(
         "sgd",
         [_stored_weight(item) for item in items],

@@ -75,6 +75,13 @@ def test_experts_on_every_layout_equal_one_process(tmp_path):
     two = [run(tmp_path, corpus, name) for name, (ranks, _) in LAYOUTS.items() if ranks == 2]
     muon = {"optimizer__name": "Muon", "checkpoint__enable": False}
     two += [run(tmp_path, corpus, "fsdp2", "from_2"), run(tmp_path, corpus, "ep2", "muon_2", **muon)]
+    compiled = {
+        "checkpoint__enable": False,
+        "compile__enable": True,
+        "compile__backend": "aot_eager",
+        "activation_checkpoint__mode": "selective",
+    }
+    two += [run(tmp_path, corpus, layout, f"{layout}_compiled", **compiled) for layout in ("ep2", "ep2_tp2")]
     train_all(2, two)
     train_all(1, [run(tmp_path, corpus, "one", "from_1"), run(tmp_path, corpus, "one", "muon_1", **muon)])
 
@@ -92,6 +99,8 @@ def test_experts_on_every_layout_equal_one_process(tmp_path):
         wanted = column(one, "loss")[SAVED:]
         assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) < TOLERANCE, name
 
+    for name in ("ep2_compiled", "ep2_tp2_compiled"):
+        assert greatest_difference(tmp_path / name, one) < TOLERANCE, name
     assert greatest_difference(tmp_path / "muon_2", tmp_path / "muon_1") < TOLERANCE
 
     exported = f"checkpoint/export-step-{STEPS}/model.safetensors"

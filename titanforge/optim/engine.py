@@ -140,6 +140,7 @@ class RuleOptimizer:
             self._device,
         )
         self._lr_factor = 1.0
+        self._whole_steps_wait = False
         self._rng = torch.tensor([seed, 0], dtype=torch.int64, device=self._device)
         self._nonfinite = torch.zeros(1, dtype=torch.int32, device=self._device)
         self.links = DataLinks()
@@ -350,10 +351,13 @@ class RuleOptimizer:
     # ---------------------------------------------------------------- a step in two halves
 
     @torch.no_grad()
-    def accumulate_step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
+    def accumulate_step(
+        self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None, whole: bool = True
+    ) -> None:
         """First half of a step, with the arguments of `step`: A of the rules that split (`split.splits`).
 
-        The other rules take their whole step. `finish_step` follows.
+        whole: the other rules take their whole step. Else only the scale goes into their gradients, which may
+            be averaged then, and `finish_step`, which follows, takes the step.
         """
         self.prepare_step()
         flag = None if apply_flag is None else apply_flag.to(self._device)
@@ -363,10 +367,16 @@ class RuleOptimizer:
             first = self._table.tables()[0][0]
             self.capture.refresh(first[0], first[3])
         for family, hyper in zip(self._families, self._table.tables()):
-            if not split.splits(family.rule):
+            if split.splits(family.rule):
+                if items := self._items(family):
+                    split.accumulate(family.rule, items, hyper, self._rng, self._nonfinite)
+            elif whole:
                 self._update_family(family, hyper)
-            elif items := self._items(family):
-                split.accumulate(family.rule, items, hyper, self._rng, self._nonfinite)
+            elif grad_scale is not None:
+                for entry in family.entries:
+                    if entry.param.grad is not None:
+                        local_tensor(entry.param.grad).mul_(hyper[entry.hyper_row, 3])
+        self._whole_steps_wait = not whole
 
     @torch.no_grad()
     def finish_step(self, local: split.LocalStep | None = None, mean: Mean | None = None) -> None:
@@ -380,6 +390,10 @@ class RuleOptimizer:
         tables = self._table.tables()
         for family, hyper in zip(self._families, tables):
             if not split.splits(family.rule):
+                if self._whole_steps_wait:
+                    hyper = hyper.clone()
+                    hyper[:, 3] = 1.0  # the scale is in the gradients
+                    self._update_family(family, hyper)
                 continue
             if local is not None and local.lr is not None:
                 hyper = hyper.clone()

@@ -3,8 +3,8 @@
 A step is A, the decision, U. Rules whose A is affine in the gradient (Muon, Dion, Dobb, SGD with momentum)
 fold their own replica's gradient into the momentum and wait: at a sync the momentum is averaged, the weights
 too if they have come apart, and then every replica takes the same full update; otherwise each takes a local
-step. All other rules step locally first, and a sync averages their weights and states (local SGD); where it
-is known before the step that it synchronises, they take their step on the mean gradient instead.
+step. All other rules take their whole step after the decision: at a sync on the mean gradient, once states and
+weights that have come apart were averaged, otherwise on the replica's own (local SGD).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 from titanforge.sync.averaging import average, local_part, share_copies
 from titanforge.sync.ledger import CommLedger
 from titanforge.sync.policy import (
-    REPLICATE_AXIS,
     WORLD_AXIS,
     LocalUpdate,
     Replicated,
@@ -66,7 +65,7 @@ class LocalSteps(SyncPolicy):
         self._shard_group: ProcessGroup | None = None
         self._ledger = CommLedger()
         self._replica, self._tokens, self._share = 0, [0], 1.0
-        self._step_tokens, self._reduced = [0], False
+        self._step_tokens = [0]
         self._events: list[dict[str, Any]] = []
         self._steps = self._syncs = 0
         self.local_steps = 0
@@ -83,7 +82,11 @@ class LocalSteps(SyncPolicy):
         """The decision, after A and before U, once per step; the same answer on every rank."""
 
     def will_sync(self) -> bool:
-        """Whether it is known already, before the next step's gradients, that it synchronises."""
+        """What `wants_sync` will say, where that does not depend on the step; False where it does."""
+        return False
+
+    def watches_whole_steps(self) -> bool:
+        """Whether `wants_sync` looks at states of rules that do not wait for it."""
         return False
 
     def after_average(self) -> None:
@@ -140,50 +143,37 @@ class LocalSteps(SyncPolicy):
             )
         self._tokens = [old + new for old, new in zip(self._tokens, tokens_by_replica)]
         self._step_tokens = list(tokens_by_replica)
-        self._reduced = False
 
     def before_backward(self, micro_batch_index: int) -> None:
         """Nothing: gradients stay where they are."""
 
-    @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """At a sync known beforehand: their mean, for the rules that do not wait for it. Else nothing."""
-        if self._group is None or not self._stepping or not self._sync_is_certain():
-            return
-        for param in self._stepping:
-            if param.grad is None:  # a weight that was not used here may have been used elsewhere
-                param.grad = torch.zeros_like(param)
-        gradients = [local_part(param.grad) for param in self._stepping if param.grad is not None]
-        average(
-            gradients, _share(self._step_tokens, self._replica), self._group, self._ledger,
-            purpose="gradients", bucket_elements=self._bucket_elements,
-        )  # fmt: skip
-        self._reduced = True
-
-    def _sync_is_certain(self) -> bool:
-        bound = bool(self._max_interval) and self.local_steps >= self._max_interval
-        return self._steps < self._warmup_steps or bound or self.will_sync()
+        """Nothing: gradients stay where they are."""
 
     def step(self, optimizer: Any, apply_flag: Tensor | None, grad_scale: Tensor | None) -> None:
         if self._group is None:
             super().step(optimizer, apply_flag, grad_scale)
             return
         self._steps += 1
-        if self._reduced and grad_scale is not None:
-            # Each replica has found a clip factor of its own; with it equal gradients would make other steps.
-            grad_scale = grad_scale.float() / len(self._tokens)
-            self._ledger.all_reduce(grad_scale, self._group, axis=REPLICATE_AXIS, purpose="clip")
-        self._optimizer.accumulate_step(apply_flag, grad_scale)
-        self._apart[False] |= not self._reduced
+        whole = self.watches_whole_steps() and not self._sync_is_certain()
+        self._optimizer.accumulate_step(apply_flag, grad_scale, whole)
         self._momenta_apart |= self._low_rank and any(item.factored for item in self._tensors)
         reason = self._reason()
         if reason is None:
             self._optimizer.finish_step(self._local)
-            self._apart[True] = True
+            self._apart = {True: True, False: True}
             self.local_steps += 1
             return
+        self._apart[False] |= whole
         self._average(reason, weights=self._average_parameters, dense=not self._low_rank)
+        if not whole:
+            self._average_gradients()
         self._optimizer.finish_step(mean=self._mean_of_factors if self._low_rank else None)
+
+    def _sync_is_certain(self) -> bool:
+        """Whether this step synchronises, as is known without its gradients."""
+        bound = bool(self._max_interval) and self.local_steps >= self._max_interval
+        return self._steps <= self._warmup_steps or bound or self.will_sync()
 
     def _reason(self) -> str | None:
         wanted = self.wants_sync()  # asked always: it keeps the policy's own history
@@ -231,6 +221,20 @@ class LocalSteps(SyncPolicy):
         )
         self.local_steps = 0
         self._tokens = [0] * len(self._tokens)
+
+    @torch.no_grad()
+    def _average_gradients(self) -> None:
+        """Of the weights whose rules take whole steps."""
+        if not self._stepping or self._group is None:
+            return
+        for param in self._stepping:
+            if param.grad is None:  # a weight that was not used here may have been used elsewhere
+                param.grad = torch.zeros_like(param)
+        average(
+            [local_part(param.grad) for param in self._stepping if param.grad is not None],
+            _share(self._step_tokens, self._replica), self._group, self._ledger,
+            purpose="gradients", bucket_elements=self._bucket_elements,
+        )  # fmt: skip
 
     def _mean(self, tensors: Sequence[Tensor], purpose: str, measure: bool = False) -> Tensor | None:
         assert self._group is not None

@@ -95,8 +95,11 @@ class SplitOptimizer(StepOptimizer, Protocol):
     @property
     def splits_steps(self) -> bool: ...
 
-    def accumulate_step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
-        """A where the rule splits; the whole step where it does not."""
+    def accumulate_step(
+        self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None, whole: bool = True
+    ) -> None:
+        """A where the rule splits. Where it does not, the whole step if `whole`; else `finish_step` takes it,
+        and the scale goes into the gradients here."""
         ...
 
     def finish_step(self, local: LocalUpdate | None = None, mean: Mean | None = None) -> None:

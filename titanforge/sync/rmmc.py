@@ -81,6 +81,9 @@ class Rmmc(LocalSteps):
     def will_sync(self) -> bool:
         return self.threshold < 0
 
+    def watches_whole_steps(self) -> bool:
+        return not any(item.splits for item in self._layers())
+
     def after_average(self) -> None:
         self._previous = self.norms()
 

@@ -31,6 +31,12 @@ from scripts.bench import sync_report  # noqa: E402
 
 SIZES: dict[str, dict[str, Any]] = {
     # Flavor and the keys that change it; sequences of a replica and step, their length, peak rate.
+    "tiny": {
+        "model": {
+            "name": "llama3", "flavor": "debugmodel", "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2,
+        },
+        "batch": 32, "seq_len": 32, "lr": 6e-2,
+    },
     "small": {
         "model": {
             "name": "llama3", "flavor": "debugmodel", "dim": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2,

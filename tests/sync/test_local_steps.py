@@ -327,7 +327,7 @@ def skipped(rank: int, world_size: int) -> None:
 
 
 def whole_steps_wait(rank: int, world_size: int) -> None:
-    """AdamW's weights (embedding, head, biases) where syncs are decided by the momentum, against every_step."""
+    """AdamW beside a rule whose momentum decides when to talk, against every_step."""
     by_momentum, plain = Run(Rmmc(1e-9), "rmnp"), Run(EveryStep(), "rmnp")
     for _ in range(4):
         assert by_momentum.step() == "rmmc"

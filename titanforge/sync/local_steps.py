@@ -3,8 +3,8 @@
 A step is A, the decision, U. Rules whose A is affine in the gradient (Muon, Dion, Dobb, SGD with momentum)
 fold their own replica's gradient into the momentum and wait: at a sync the momentum is averaged, the weights
 too if they have come apart, and then every replica takes the same full update; otherwise each takes a local
-step. All other rules take their whole step after the decision: at a sync on the mean gradient, once states and
-weights that have come apart were averaged, otherwise on the replica's own (local SGD).
+step. All other rules take their whole step after the decision: at a sync on the mean gradient, once states
+and weights that have come apart were averaged, otherwise on the replica's own (local SGD).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.bench import sync_report  # noqa: E402
+from scripts.bench.sync_threads import VALIDATION_SEQUENCES, late, train_threads  # noqa: E402
 
 SIZES: dict[str, dict[str, Any]] = {
     # Flavor and the keys that change it; sequences of a replica and step, their length, peak rate.
@@ -48,7 +50,6 @@ SIZES: dict[str, dict[str, Any]] = {
         "batch": 32, "seq_len": 512, "lr": 5e-3,
     },
 }  # fmt: skip
-VALIDATION_SEQUENCES = 64
 
 
 def local_keys(options: argparse.Namespace) -> dict[str, Any]:
@@ -84,100 +85,13 @@ def matched(results: list[dict[str, Any]], options: argparse.Namespace) -> dict[
     return found
 
 
-# ---------------------------------------------------------------- threads
-
-
-def text(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of the Python standard library, uint8: files in an order drawn once, a twentieth held out."""
-    from titanforge.data.sources.text import open_python_stdlib
-
-    source = open_python_stdlib()
-    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(1)).tolist()
-    joined = bytearray("\0".join(source.read(index) for index in order).encode())
-    whole = torch.frombuffer(joined, dtype=torch.uint8)
-    split = len(whole) * 19 // 20
-    return whole[:split].to(device), whole[split:].to(device)
-
-
-def crops(data: torch.Tensor, rows: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [rows, length] tokens and labels, from places drawn on the CPU: the same on any device."""
-    starts = torch.randint(len(data) - length - 1, (rows,), generator=torch.Generator().manual_seed(seed))
-    places = starts[:, None] + torch.arange(length + 1)
-    found = data[places.to(data.device)].long()
-    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
-
-
-def train_threads(sync: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """One cell with replicas as threads."""
-    from scripts.bench.replicas import ThreadGroup, ThreadLedger, run_replicas
-    from titanforge.config.sections import DionOptions, Optimizer, ScalarOptimizer, Sync
-    from titanforge.models.initialization import initialize_weights
-    from titanforge.models.registry import build_model
-    from titanforge.optim import build_optimizer, lr_factor
-    from titanforge.parallelisms import apply_mixed_precision
-    from titanforge.sync import Replication, build_sync_policy
-
-    size, replicas, device = SIZES[options.size], options.replicas, torch.device(options.device)
-    train, held_out = text(device)
-    batch, length = options.batch or size["batch"], size["seq_len"]
-    tokens, end = [batch * length] * replicas, time.monotonic() + options.cell_seconds
-    settings = Optimizer(
-        name="Dion",
-        lr=options.lr or size["lr"],
-        momentum=options.momentum,
-        dion=DionOptions(options.rank_fraction, options.error_feedback),
-        scalar=ScalarOptimizer(lr=options.scalar_lr or options.lr or size["lr"]),
-    )
-
-    def replica(group: ThreadGroup) -> dict[str, Any]:
-        rank = group.rank()
-        overrides = {key: value for key, value in size["model"].items() if key not in ("name", "flavor")}
-        names = size["model"]["name"], size["model"]["flavor"]
-        model, _ = build_model(*names, vocab_size=256, seq_len=length, overrides=overrides)
-        model.to(device)
-        initialize_weights(model, options.seed)
-        apply_mixed_precision(model, torch.bfloat16 if device.type == "cuda" else None)
-        optimizer = build_optimizer(model, settings, "float32")
-        ledger, policy = ThreadLedger(), build_sync_policy(Sync(**sync))
-        replication = Replication(group) if replicas > 1 else None  # type: ignore[arg-type]
-        policy.attach(model, replication, ledger, optimizer)
-        losses, events = [], []
-        stop = torch.zeros((), device=device)
-        for step in range(options.steps):
-            stop.fill_(time.monotonic() > end)
-            if step % 20 == 0:
-                group.exchange(stop, lambda slots: slots[0].clone())
-                if bool(stop):
-                    break
-            x, y = crops(train, batch * replicas, length, 1_000_003 * options.seed + step)
-            optimizer.set_lr(lr_factor(step, options.lr_warmup, options.steps, options.decay, "linear", 0.0))
-            optimizer.zero_grad()
-            optimizer.begin_step(1)
-            policy.begin_step(1, tokens)
-            policy.before_backward(0)
-            loss = model(x[rank::replicas], None, None, y[rank::replicas])
-            (loss / policy.gradient_divisor(tokens)).backward()
-            policy.reduce_gradients()
-            policy.step(optimizer, torch.ones((), device=device), torch.ones((), device=device))
-            losses.append(loss.detach() / tokens[0])
-            events += [(step, event["sync"], event["sync/drift"]) for event in policy.take_events()]
-        policy.synchronize("evaluation")
-        validation = torch.zeros((), device=device)
-        with torch.no_grad():
-            for index in range(VALIDATION_SEQUENCES // 8):
-                x, y = crops(held_out, 8, length, 7 + index)
-                validation += model(x, None, None, y) / (8 * length * (VALIDATION_SEQUENCES // 8))
-        return {
-            "losses": torch.stack(losses).tolist() if losses else [],
-            "syncs": [(step, reason, float(drift)) for step, reason, drift in events],
-            "finished": len(losses) == options.steps,
-            "validation_loss": float(validation),
-            "bytes": {purpose: entry.bytes for (_, purpose), entry in ledger.entries().items()},
-        }
-
-    results = run_replicas(replicas, replica)
-    mean = [sum(values) / replicas for values in zip(*(result["losses"] for result in results))]
-    return {**results[0], "losses": mean}
+def fitting_steps(options: argparse.Namespace) -> int:
+    """Steps that a cell of every_step takes in `--fit` seconds, by a short one; at most `--steps`."""
+    probe = argparse.Namespace(**vars(options) | {"steps": 30})
+    run({"probe": {"policy": "every_step"}}, probe, math.inf)
+    found = done("probe", probe)
+    assert found is not None
+    return max(30, min(options.steps, int(options.fit / found["step_seconds"])))
 
 
 # ---------------------------------------------------------------- processes
@@ -210,6 +124,7 @@ def arguments(folder: Path, options: argparse.Namespace, sync: dict[str, Any]) -
         "validation.freq": options.steps,  # an evaluation is a sync point: only the last step has one
         "validation.steps": max(1, VALIDATION_SEQUENCES // (batch * options.replicas)),
         "validation.local_batch_size": batch,
+        "training.dataloader.num_workers": 2 if options.device == "cuda" else 0,
         "metrics.log_freq": 1,
         "parallelism.data_parallel_replicate_degree": options.replicas,
         "parallelism.data_parallel_shard_degree": 1,
@@ -277,6 +192,7 @@ def read_run(folder: Path, steps: int) -> dict[str, Any]:
             totals[purpose] = totals.get(purpose, 0) + value
     return {
         "losses": [record["loss"] for record in trained],
+        "step_seconds": late([record["step_seconds"] for record in trained]),
         "syncs": [(r["step"] - 1, r["sync"], r["sync/drift"] or 0.0) for r in records if "sync" in r],
         "finished": last["step"] == steps and bool(validation),
         "validation_loss": validation[-1] if validation else float("nan"),
@@ -343,11 +259,14 @@ def run(waiting: dict[str, dict[str, Any]], options: argparse.Namespace, end: fl
         for name, sync in missing.items():
             if time.monotonic() < end:
                 begin = time.monotonic()
-                store(name, sync, options, train_threads(sync, options), time.monotonic() - begin)
+                result = train_threads(SIZES[options.size], sync, options)
+                store(name, sync, options, result, time.monotonic() - begin)
     return [found for name in waiting if (found := done(name, options))]
 
 
-_NOT_SETTINGS = ("output", "cell_seconds", "seconds", "thresholds", "intervals", "match", "seed", "seeds")
+_NOT_SETTINGS = (
+    "output", "fit", "cell_seconds", "seconds", "thresholds", "intervals", "match", "seed", "seeds",
+)  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -377,6 +296,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--lr-warmup", type=int, default=10)
     found.add_argument("--decay", type=float, default=0.2, help="share of the steps in which the rate falls")
     found.add_argument("--seeds", type=int, nargs="*", default=[0])
+    found.add_argument("--fit", type=float, help="as many steps as every_step takes in so many seconds")
     found.add_argument("--cell-seconds", type=float, default=1e9, help="a cell is stopped after them")
     found.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after them")
     return found
@@ -394,6 +314,9 @@ def main(argv: list[str]) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.seconds
     results: list[dict[str, Any]] = []
+    options.seed = options.seeds[0]
+    if options.fit:
+        options.steps = fitting_steps(options)
     for seed in options.seeds:
         options.seed = seed
         known = run(cells(options), options, end)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from scripts.exactness.layouts import LOSS, train
 from scripts.exactness.registry import Reading, World, at_least, gate
 from scripts.exactness.runs import Layout, losses_apart
@@ -31,16 +29,7 @@ def stages_against_one(world: World) -> Iterator[Reading]:
     yield from against_one(world, layouts)
 
 
-def _two_stages_that_meet(world: World) -> str:
-    """A rank that holds two stages in a row sends to itself when it starts, which gloo refused in torch
-    2.11.
-    """
-    if world.on_gpu or torch.__version__ >= "2.13":
-        return at_least(2)(world)
-    return f"torch {torch.__version__} on a CPU cannot start a schedule whose rank sends to itself"
-
-
-@gate("PP, zero bubble", _two_stages_that_meet)
+@gate("PP, zero bubble", at_least(2))
 def zero_bubble_against_one(world: World) -> Iterator[Reading]:
     """The V-shaped schedule without bubbles against one rank."""
     yield from against_one(world, {"ZBVZeroBubble": Layout(pp=world.size)})

@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from titanforge.kernels._triton import HAS_TRITON
+from titanforge.kernels._triton import HAS_TRITON, triton
 from titanforge.kernels.gluon._gluon import GLUON_ERROR
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,14 @@ def unavailable(device: torch.device) -> str:
     return ""
 
 
+def untried() -> str:
+    """Why `auto` passes the Gluon forms by although they could run; empty where it does not."""
+    version = ".".join(triton.__version__.split(".")[:2])
+    if version in AUTO_TRITON:
+        return ""
+    return f"it was not tried with Triton {version}: to take it all the same, name it in forge.kernel"
+
+
 def say_once(text: str) -> None:
     """A warning in the log, the first time only."""
     if text not in _said:
@@ -73,7 +81,7 @@ def form_for(tokens: int, device: torch.device) -> str:
         return _selected
     if device.type != "cuda" or not HAS_TRITON or not AUTO_FORMS:
         return PORTABLE
-    if reason := unavailable(device):
+    if reason := unavailable(device) or untried():
         say_once(f"fused updates run in the portable form of their kernel: a faster one cannot ({reason})")
         return PORTABLE
     form = PINGPONG if tokens <= FEW_TOKENS else COOPERATIVE
@@ -83,5 +91,8 @@ def form_for(tokens: int, device: torch.device) -> str:
 AUTO_FORMS: tuple[str, ...] = (PINGPONG, COOPERATIVE)
 """Forms that `auto` takes: those that were measured, bit for bit and in time, on such a card. The autotuner
 and a name in `forge.kernel` choose from all."""
+AUTO_TRITON = ("3.6",)
+"""Releases of Triton that those forms were measured with. Gluon is Triton's experimental language: with another
+one a kernel may wait for ever, which a user must have asked for."""
 FEW_TOKENS = 2048
 """Up to this many tokens the ping-pong form was the faster one (H200; from there to 4096 not measured)."""

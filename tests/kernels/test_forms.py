@@ -8,6 +8,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the CPU were a Hopper card, where only the choice is made and nothing is launched."""
     monkeypatch.setattr(forms, "unavailable", lambda device: "")
     monkeypatch.setattr(launch, "unavailable", lambda device: "")
+    monkeypatch.setattr(forms, "untried", lambda: "")
 
 
 def target(n: int, k: int, weight: torch.dtype = torch.bfloat16) -> Target:
@@ -85,6 +87,21 @@ def test_another_gpu_keeps_the_portable_form_and_says_so_once(
     (said,) = [record.message for record in caplog.records]
     assert "portable form" in said
     assert "(this is a card of another kind)" in said
+
+
+def test_auto_leaves_the_hopper_forms_alone_with_a_triton_that_they_were_not_tried_with(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(forms, "unavailable", lambda device: "")
+    for releases, form in ((("3.6",), PINGPONG), ((), PORTABLE)):
+        monkeypatch.setattr(forms, "AUTO_TRITON", releases)
+        monkeypatch.setattr(forms, "triton", SimpleNamespace(__version__="3.6.0"))
+        monkeypatch.setattr(forms, "HAS_TRITON", True)
+        with caplog.at_level(logging.WARNING, logger="titanforge.kernels.forms"):
+            assert forms.form_for(512, CUDA) == form
+    (said,) = [record.message for record in caplog.records]
+    assert "not tried with Triton 3.6: to take it all the same, name it in forge.kernel" in said
 
 
 def test_what_a_form_does_not_take(hopper: None) -> None:

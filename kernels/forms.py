@@ -92,7 +92,7 @@ AUTO_FORMS: tuple[str, ...] = (PINGPONG, COOPERATIVE)
 """Forms that `auto` takes: those that were measured, bit for bit and in time, on such a card. The autotuner
 and a name in `forge.kernel` choose from all."""
 AUTO_TRITON = ("3.6",)
-"""Releases of Triton that those forms were measured with. Gluon is Triton's experimental language: with another
-one a kernel may wait for ever, which a user must have asked for."""
+"""Releases of Triton that those forms were measured with. Gluon is Triton's experimental language: with
+another one a kernel may wait for ever, which a user must have asked for."""
 FEW_TOKENS = 2048
 """Up to this many tokens the ping-pong form was the faster one (H200; from there to 4096 not measured)."""

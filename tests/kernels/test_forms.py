@@ -90,9 +90,8 @@ def test_another_gpu_keeps_the_portable_form_and_says_so_once(
 
 
 def test_auto_leaves_the_hopper_forms_alone_with_a_triton_that_they_were_not_tried_with(
-    hopper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.undo()
     monkeypatch.setattr(forms, "unavailable", lambda device: "")
     for releases, form in ((("3.6",), PINGPONG), ((), PORTABLE)):
         monkeypatch.setattr(forms, "AUTO_TRITON", releases)

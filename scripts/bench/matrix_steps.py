@@ -60,10 +60,14 @@ def options(args: argparse.Namespace, name: str, **dobb: Any) -> Optimizer:
 
 
 def warm_bases(optimizer: Any) -> None:
-    """Leave the cold start's eigendecompositions, minutes of them, out: the next refresh is a warm one."""
+    """Leave the cold start's eigendecompositions, minutes of them, out: the next refresh is a warm one.
+
+    Statistics become the identity, whole: a diagonal written over what had been captured would leave matrices
+    that are not positive semidefinite, and C + eps I singular wherever an eigenvalue meets -eps.
+    """
     if optimizer.capture is not None:
         for weight in optimizer.capture.weights:  # zeros would count as never captured
-            weight.statistic.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+            weight.statistic.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
         optimizer.capture.steps.fill_(PERIOD)
         optimizer.capture.loaded()
 
@@ -250,8 +254,8 @@ def side_stream(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
                 continue
             chosen = options(args, "Dobb", overlap_refresh=overlap, blocks=blocks)
             optimizer: Any = build_optimizer(model, chosen, args.dtype)
-            whole, calls = [], []
-            for repeat in range(2 if args.tiny else 6):
+            whole, calls, repeats = [], [], 2 if args.tiny else 6
+            for repeat in range(repeats):
                 warm_bases(optimizer)
                 model.zero_grad(set_to_none=True)
                 if args.device == "cuda":
@@ -275,6 +279,7 @@ def side_stream(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
                     "refresh step ms": statistics.median(whole),
                     "optimizer call ms": statistics.median(calls),
                     "failed blocks": int(optimizer.capture.failed_blocks),
+                    "of blocks": repeats * sum(len(one.basis) for one in optimizer.capture.weights),
                 }
             )  # fmt: skip
             del optimizer

@@ -42,6 +42,30 @@ def apply_update_kernel(
             tl.store(copy_ptr + index, moved.to(COPY_TYPE), mask=inside)
 
 
+class ApplyUpdates:
+    """`apply_updates` of weights whose tensors do not move: what a launch needs is found once."""
+
+    def __init__(self, weights: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
+        self._tensors = weights, copies
+        copy, own_type = copies[0], weights[0].dtype
+        self._table = address_table(list(zip(weights, copies)), weights[0].device)
+        present = [*weights, *(one for one in copies if one is not None)]
+        self._options = {
+            "W_TYPE": element_type(own_type),
+            "COPY_TYPE": element_type(own_type if copy is None else copy.dtype),
+            "COPY": copy is not None,
+            "ALIGNED": all(tensor.data_ptr() % 16 == 0 for tensor in present),
+            "CHUNK": _CHUNK,
+        }
+
+    def __call__(self, updates: Tensor, hyper: Tensor, scale: float) -> None:
+        weights = self._tensors[0]
+        numel = weights[0].numel()
+        apply_update_kernel[(cdiv(numel, _CHUNK), len(weights))](
+            self._table, updates, hyper, scale, numel, num_warps=8, **self._options, **LAUNCH_OPTIONS
+        )
+
+
 def apply_updates(
     weights: Sequence[Tensor], copies: Sequence[Tensor | None], updates: Tensor, hyper: Tensor, scale: float
 ) -> None:
@@ -50,18 +74,10 @@ def apply_updates(
     weights: contiguous, of one shape and dtype. copies: of the same shape and one dtype, take the weights
     rounded to nearest; or None. updates: contiguous [len(weights), *shape].
     """
-    if not runs_triton(updates):
+    if runs_triton(updates):
+        ApplyUpdates(weights, copies)(updates, hyper, scale)
+    else:
         reference_apply_updates(weights, copies, updates, hyper, scale)
-        return
-    numel, copied = weights[0].numel(), copies[0] is not None
-    copy_type = copies[0].dtype if copies[0] is not None else weights[0].dtype
-    tensors = [*weights, *(copy for copy in copies if copy is not None)]
-    apply_update_kernel[(cdiv(numel, _CHUNK), len(weights))](
-        address_table(list(zip(weights, copies)), updates.device), updates, hyper, scale, numel,
-        W_TYPE=element_type(weights[0].dtype), COPY_TYPE=element_type(copy_type), COPY=copied,
-        ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in tensors), CHUNK=_CHUNK, num_warps=8,
-        **LAUNCH_OPTIONS,
-    )  # fmt: skip
 
 
 def reference_apply_updates(

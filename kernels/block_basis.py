@@ -1,8 +1,12 @@
-"""W <- (1 - lr wd) W - lr s sign(M U) U^T in block-diagonal bases (Dobb), for many weights in two launches.
+"""W <- (1 - lr wd) W - lr s sign(M U) U^T in block-diagonal bases (Dobb), for many weights at once.
 
-The first writes sign(M U), whose -1, 0 and 1 are exact in bf16; the second multiplies it by U^T and updates
-the weights where the product lies in registers. Per element: M read, signs written and read, W read and
-written.
+Blocks of up to 128 columns take one launch: a program has rows of a whole block, so that its signs never
+leave registers. Wider ones take two: the first writes sign(M U), whose -1, 0 and 1 are exact in bf16; the
+second multiplies it by U^T and updates the weights where the product lies in registers. Per element: M read,
+W read and written, and of wider blocks signs written and read.
+
+The width is known when a kernel is compiled: the columns of a block begin at multiples of it, and only a
+known one tells the compiler how many bytes it may load at once.
 """
 
 # Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
@@ -15,12 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, jit, runs_triton, tl
+from titanforge.kernels._triton import (
+    INTERPRET,
+    LAUNCH_OPTIONS,
+    cdiv,
+    jit,
+    next_power_of_2,
+    runs_triton,
+    tl,
+)
 from titanforge.kernels.pointers import address_table, element_type
+
+WHOLE_BLOCK = 128 if not INTERPRET else 32
+"""Widest block that one program holds."""
 
 
 @jit
-def _tile_of(w, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _tile_of(w: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """This program's rows and its columns within the block."""
     tiles = tl.cdiv(w, COLUMNS)
     rows = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
@@ -37,7 +52,7 @@ def _dot(a, b, total, TO_FP32: tl.constexpr):
 
 @jit
 def sign_coefficients_kernel(
-    table_ptr, sign_ptr, m, n, w,
+    table_ptr, sign_ptr, m, n, w: tl.constexpr,
     M_TYPE: tl.constexpr, M_SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +88,7 @@ def sign_coefficients_kernel(
 
 @jit(unspecialized=("scale",))
 def rebuild_update_kernel(
-    table_ptr, sign_ptr, h_ptr, scale, m, n, w,
+    table_ptr, sign_ptr, h_ptr, scale, m, n, w: tl.constexpr,
     W_TYPE: tl.constexpr, COPY_TYPE: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
@@ -108,6 +123,100 @@ def rebuild_update_kernel(
             tl.store(copy_ptr + places, moved.to(COPY_TYPE), inside)
 
 
+@jit(unspecialized=("scale",))
+def sign_update_kernel(
+    table_ptr, h_ptr, scale, m, n, w: tl.constexpr,
+    M_TYPE: tl.constexpr, M_SPLIT: tl.constexpr, W_TYPE: tl.constexpr, COPY_TYPE: tl.constexpr,
+    COPY: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    TO_FP32: tl.constexpr,
+):  # fmt: skip
+    """The whole of it for blocks w <= WIDTH. Grid: tiles of rows, blocks, weights."""
+    if tl.load(h_ptr) != 0:
+        block, weight = tl.program_id(1), tl.program_id(2).to(tl.int64)
+        m_ptr = tl.load(table_ptr + 4 * weight).to(tl.pointer_type(M_TYPE))
+        u_ptr = tl.load(table_ptr + 4 * weight + 1).to(tl.pointer_type(tl.bfloat16))
+        w_ptr = tl.load(table_ptr + 4 * weight + 2).to(tl.pointer_type(W_TYPE))
+        copy_ptr = tl.load(table_ptr + 4 * weight + 3).to(tl.pointer_type(COPY_TYPE))
+        if ALIGNED:
+            m_ptr = tl.multiple_of(m_ptr, 16)
+            u_ptr = tl.multiple_of(u_ptr, 16)
+            w_ptr = tl.multiple_of(w_ptr, 16)
+            copy_ptr = tl.multiple_of(copy_ptr, 16)
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        columns, steps = tl.arange(0, WIDTH), tl.arange(0, WIDTH)
+        inside = (rows < m)[:, None] & (columns < w)[None, :]
+        places = rows.to(tl.int64)[:, None] * n + (block * w + columns)[None, :]
+        value = tl.load(m_ptr + places, inside, other=0.0)
+        u_inside = (steps < w)[:, None] & (columns < w)[None, :]
+        u_places = block.to(tl.int64) * w * w + steps[:, None] * w + columns[None, :]
+        u = tl.load(u_ptr + u_places, u_inside, other=0.0)
+        old = tl.load(w_ptr + places, inside, other=0.0)
+        high = value.to(tl.bfloat16)
+        total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+        if M_SPLIT:
+            low = (value - high.to(tl.float32)).to(tl.bfloat16)
+            total = _dot(low, u, total, TO_FP32)
+        total = _dot(high, u, total, TO_FP32)
+        sign = tl.where(total > 0, 1.0, tl.where(total < 0, -1.0, 0.0)).to(tl.bfloat16)
+        total = _dot(sign, tl.trans(u), tl.zeros((ROWS, WIDTH), dtype=tl.float32), TO_FP32)
+        lr, decay = tl.load(h_ptr + 1), tl.load(h_ptr + 2)
+        old = old.to(tl.float32)
+        moved = (old - (lr * decay) * old) - lr * (scale * total)
+        tl.store(w_ptr + places, moved.to(W_TYPE), inside)
+        if COPY:
+            tl.store(copy_ptr + places, moved.to(COPY_TYPE), inside)
+
+
+class SignUpdates:
+    """Updates of weights of one shape, whose tensors do not move: what a launch needs is found once.
+
+    momenta: contiguous [m, n], fp32, bf16 or fp16. bases: contiguous bf16 [..., B, w, w], B w = n. weights,
+    copies: as `apply_updates` takes them.
+    """
+
+    def __init__(
+        self,
+        momenta: Sequence[Tensor],
+        bases: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        copies: Sequence[Tensor | None],
+    ) -> None:
+        self._tensors = momenta, bases, weights, copies
+        copy = copies[0]
+        self._table = address_table(list(zip(momenta, bases, weights, copies)), weights[0].device)
+        present = [*momenta, *bases, *weights, *(one for one in copies if one is not None)]
+        own_type = weights[0].dtype
+        self._aligned = all(tensor.data_ptr() % 16 == 0 for tensor in present)
+        self._written = {
+            "W_TYPE": element_type(own_type), "COPY": copy is not None,
+            "COPY_TYPE": element_type(own_type if copy is None else copy.dtype),
+        }  # fmt: skip
+        self._read = {
+            "M_TYPE": element_type(momenta[0].dtype), "M_SPLIT": momenta[0].dtype != torch.bfloat16
+        }  # fmt: skip
+
+    def __call__(self, hyper: Tensor, scale: float) -> None:
+        """In place; nothing changes where hyper[0] is 0. scale: s / sqrt(m) of the rule."""
+        _, bases, weights, _ = self._tensors
+        (m, n), w, count, table = weights[0].shape, bases[0].shape[-1], len(weights), self._table
+        options: dict[str, Any] = {
+            "ALIGNED": self._aligned, "TO_FP32": INTERPRET, "num_warps": 8, "num_stages": 3, **LAUNCH_OPTIONS
+        }  # fmt: skip
+        if w <= WHOLE_BLOCK:
+            rows = 32 if INTERPRET else 128
+            sign_update_kernel[(cdiv(m, rows), n // w, count)](
+                table, hyper, scale, m, n, w,
+                ROWS=rows, WIDTH=max(16, next_power_of_2(w)), **self._read, **self._written, **options,
+            )  # fmt: skip
+            return
+        rows, columns, block_k = (32, 16, 16) if INTERPRET else (128, 128, 64)
+        options |= {"ROWS": rows, "COLUMNS": columns, "BLOCK_K": block_k}
+        grid = (cdiv(m, rows) * cdiv(w, columns), n // w, count)
+        signs = torch.empty(count, m, n, dtype=torch.bfloat16, device=weights[0].device)
+        sign_coefficients_kernel[grid](table, signs, m, n, w, **self._read, **options)
+        rebuild_update_kernel[grid](table, signs, hyper, scale, m, n, w, **self._written, **options)
+
+
 def sign_updates(
     momenta: Sequence[Tensor],
     bases: Sequence[Tensor],
@@ -116,35 +225,11 @@ def sign_updates(
     hyper: Tensor,
     scale: float,
 ) -> None:
-    """In place; nothing changes where hyper[0] is 0.
-
-    momenta: contiguous [m, n], fp32, bf16 or fp16. bases: contiguous bf16 [..., B, w, w], B w = n. weights,
-    copies: as `apply_updates` takes them. scale: s / sqrt(m) of the rule.
-    """
-    if not runs_triton(weights[0]):
+    """One call of `SignUpdates`, on any device."""
+    if runs_triton(weights[0]):
+        SignUpdates(momenta, bases, weights, copies)(hyper, scale)
+    else:
         reference_sign_updates(momenta, bases, weights, copies, hyper, scale)
-        return
-    (m, n), w = weights[0].shape, bases[0].shape[-1]
-    device, copied = weights[0].device, copies[0] is not None
-    copy_type = copies[0].dtype if copies[0] is not None else weights[0].dtype
-    signs = torch.empty(len(weights), m, n, dtype=torch.bfloat16, device=device)
-    table = address_table(list(zip(momenta, bases, weights, copies)), device)
-    tensors = [*momenta, *bases, *weights, *(copy for copy in copies if copy is not None)]
-    rows, columns, block_k = (32, 16, 16) if INTERPRET else (128, 128 if w > 64 else 64, 64 if w > 32 else 32)
-    grid = (cdiv(m, rows) * cdiv(w, columns), n // w, len(weights))
-    options: dict[str, Any] = {
-        "ALIGNED": all(tensor.data_ptr() % 16 == 0 for tensor in tensors),
-        "ROWS": rows, "COLUMNS": columns, "BLOCK_K": block_k, "TO_FP32": INTERPRET, "num_warps": 8,
-        "num_stages": 3, **LAUNCH_OPTIONS,
-    }  # fmt: skip
-    m_type = momenta[0].dtype
-    sign_coefficients_kernel[grid](
-        table, signs, m, n, w, M_TYPE=element_type(m_type), M_SPLIT=m_type != torch.bfloat16, **options
-    )
-    rebuild_update_kernel[grid](
-        table, signs, hyper, scale, m, n, w, W_TYPE=element_type(weights[0].dtype),
-        COPY_TYPE=element_type(copy_type), COPY=copied, **options,
-    )  # fmt: skip
 
 
 def reference_sign_updates(

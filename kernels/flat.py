@@ -32,6 +32,7 @@ from titanforge.kernels._triton import (
 )
 from titanforge.kernels.codecs import BLOCK, CODECS, Encoded, matrix_view
 from titanforge.kernels.epilogues import Epilogue, get_epilogue
+from titanforge.kernels.pointers import is_capturing, upload
 from titanforge.kernels.step import Target, check_hyper, make_target, reference_update
 from titanforge.kernels.tiles import count_nonfinite, update_tile
 
@@ -127,30 +128,31 @@ class _Item:
     @property
     def addresses(self) -> tuple[int, ...]:
         """The eight addresses of the table; 0 for what is not there."""
-        target = self.target
-        parts: list[Tensor | None] = [self.gradient]
-        parts += [target.weight.values, target.weight.meta] if target.weight is not None else [None, None]
-        parts.append(target.master)
-        for slot in range(2):
-            state = target.states[slot] if slot < len(target.states) else None
-            parts += [state.values, state.meta] if state is not None else [None, None]
-        return tuple(part.data_ptr() if part is not None else 0 for part in parts)
+        return self.row[:8]
 
-    @property
-    def block_counts(self) -> tuple[int, int, int]:
-        """Columns, blocks per row, blocks in all."""
-        rows, columns = matrix_view(self.target.shape)
-        row_blocks = cdiv(columns, BLOCK)
-        return columns, row_blocks, rows * row_blocks
-
-    @property
+    @functools.cached_property
     def row(self) -> tuple[int, ...]:
         """The tensor's line of the table."""
-        return (*self.addresses, *self.block_counts, self.target.tensor_id, self.hyper_row)
+        return table_row(self.target, self.gradient.data_ptr(), self.hyper_row)
+
+
+def table_row(target: Target, gradient: int, hyper_row: int) -> tuple[int, ...]:
+    """A tensor's line of the table, from the gradient's address. Addresses are 0 for what is not there."""
+    parts: list[Tensor | None] = (
+        [target.weight.values, target.weight.meta] if target.weight is not None else [None, None]
+    )
+    parts.append(target.master)
+    for slot in range(2):
+        state = target.states[slot] if slot < len(target.states) else None
+        parts += [state.values, state.meta] if state is not None else [None, None]
+    rows, columns = matrix_view(target.shape)
+    row_blocks = cdiv(columns, BLOCK)
+    addresses = [part.data_ptr() if part is not None else 0 for part in parts]
+    return (gradient, *addresses, columns, row_blocks, rows * row_blocks, target.tensor_id, hyper_row)
 
 
 @dataclass(frozen=True)
-class _Tables:
+class Tables:
     """Device tables of one launch. full: every chunk is."""
 
     table: Tensor
@@ -158,17 +160,18 @@ class _Tables:
     full: bool
 
 
-_tables: OrderedDict[Any, _Tables] = OrderedDict()
+_tables: OrderedDict[Any, Tables] = OrderedDict()
 _chunk_lists: OrderedDict[Any, Tensor] = OrderedDict()
-_captured: dict[int, _Tables] = {}
+_captured: dict[int, Tables] = {}
 """What CUDA graphs were captured with, by identity: their replays read these tables, which are never
 dropped."""
 
 
-def _build_tables(rows: Sequence[tuple[int, ...]], device: torch.device) -> _Tables:
-    chunks = _chunk_list(tuple(row[10] for row in rows), device)
-    full = all(row[8] % BLOCK == 0 and row[10] % BLOCKS == 0 for row in rows)
-    return _Tables(_upload(torch.tensor(rows, dtype=torch.int64), device), chunks, full)
+def tables_of(rows: Tensor, device: torch.device) -> Tables:
+    """From the lines, int64 [tensors, 13] on the host."""
+    chunks = _chunk_list(tuple(rows[:, 10].tolist()), device)
+    full = bool(((rows[:, 8] % BLOCK == 0) & (rows[:, 10] % BLOCKS == 0)).all())
+    return Tables(upload(rows, device), chunks, full)
 
 
 def _chunk_list(blocks: tuple[int, ...], device: torch.device) -> Tensor:
@@ -182,7 +185,7 @@ def _chunk_list(blocks: tuple[int, ...], device: torch.device) -> Tensor:
         counts = torch.tensor([cdiv(count, BLOCKS) for count in blocks])
         tensor_of = torch.repeat_interleave(torch.arange(len(blocks)), counts)
         chunk_of = torch.arange(len(tensor_of)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        found = _upload(torch.stack((tensor_of, chunk_of), 1).to(torch.int32), device)
+        found = upload(torch.stack((tensor_of, chunk_of), 1).to(torch.int32), device)
         _chunk_lists[blocks, device] = found
         while len(_chunk_lists) > _CACHED_CHUNK_LISTS:
             _chunk_lists.popitem(last=False)
@@ -190,40 +193,16 @@ def _chunk_list(blocks: tuple[int, ...], device: torch.device) -> Tensor:
     return found
 
 
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _upload(host: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device, its contents there by the time that a launch after this one reads them.
-
-    A copy on a stream that captures would become a node of the graph and read `host` at each replay, from an
-    address that the allocator has long given to someone else. On another stream it happens now; memory asked
-    for there does not come from the graph's pool either.
-    """
-    if device.type == "cpu":
-        return host
-    if not _capturing(device):
-        return host.pin_memory().to(device, non_blocking=True)
-    with torch.cuda.stream(_upload_stream(device)):
-        return host.to(device)  # from pageable memory: returns when the bytes have arrived
-
-
-@functools.cache
-def _upload_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _cached_tables(items: Sequence[_Item], device: torch.device) -> _Tables:
+def _cached_tables(items: Sequence[_Item], device: torch.device) -> Tables:
     rows = tuple(item.row for item in items)
     key = (rows, device)
     found = _tables.get(key)
     if found is None:
-        found = _tables[key] = _build_tables(rows, device)
+        found = _tables[key] = tables_of(torch.tensor(rows, dtype=torch.int64), device)
         while len(_tables) > _CACHED_TABLES:
             _tables.popitem(last=False)
     _tables.move_to_end(key)
-    if _capturing(device):
+    if is_capturing(device):
         _captured[id(found)] = found
     return found
 
@@ -329,7 +308,7 @@ def _update_op(
         for aligned in (True, False):
             group = [item for item in items if item.aligned is aligned]
             if group:
-                _launch(rule, group, names, hyper, rng, nonfinite, observe)
+                _launch(rule, group, hyper, rng, nonfinite, observe)
         return
     for item in items:
         gradient = item.gradient.to(torch.float32)
@@ -369,23 +348,39 @@ def _rebuild_items(
 def _launch(
     rule: Epilogue,
     items: list[_Item],
-    names: Sequence[str],
     hyper: Tensor,
     rng: Tensor | None,
     nonfinite: Tensor | None,
     observe: bool,
 ) -> None:
-    first = items[0].target
-    tables = _cached_tables(items, items[0].gradient.device)
-    codecs = [CODECS[name] for name in names]
-    aligned = items[0].aligned
+    first = items[0]
+    tables = _cached_tables(items, first.gradient.device)
+    launch_flat(
+        rule, tables, first.target, first.gradient.dtype, first.aligned, hyper, rng, nonfinite, observe
+    )
+
+
+def launch_flat(
+    rule: Epilogue,
+    tables: Tables,
+    target: Target,
+    gradient_type: torch.dtype,
+    aligned: bool,
+    hyper: Tensor,
+    rng: Tensor | None,
+    nonfinite: Tensor | None,
+    observe: bool = False,
+) -> None:
+    """One launch. target: any of the tensors, which are stored alike."""
+    codecs = [CODECS[name] for name in target.codec_names]
     types = [_element_type(codec.dtype) for codec in codecs]
     flat_kernel[(tables.chunks.shape[0],)](
         tables.table, tables.chunks, hyper, rng, nonfinite, hyper.shape[1],
-        EPILOGUE=rule.jit, SLOTS=len(rule.slots), WEIGHT=first.weight is not None, MASTER=first.master is not
-        None,
-        W_CODEC=codecs[0].code, S0_CODEC=codecs[1].code, S1_CODEC=codecs[2].code, STOCHASTIC=first.stochastic,
-        G_TYPE=_element_type(items[0].gradient.dtype), W_TYPE=types[0], S0_TYPE=types[1], S1_TYPE=types[2],
+        EPILOGUE=rule.jit, SLOTS=len(rule.slots), WEIGHT=target.weight is not None,
+        MASTER=target.master is not None,
+        W_CODEC=codecs[0].code, S0_CODEC=codecs[1].code, S1_CODEC=codecs[2].code,
+        STOCHASTIC=target.stochastic,
+        G_TYPE=_element_type(gradient_type), W_TYPE=types[0], S0_TYPE=types[1], S1_TYPE=types[2],
         COUNT=nonfinite is not None, OBSERVE=observe,
         BLOCKS=BLOCKS, ALIGNED=aligned, MASKED=not (aligned and tables.full), num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip

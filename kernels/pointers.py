@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +13,9 @@ from torch import Tensor
 from titanforge.kernels._triton import HAS_TRITON, tl
 
 _CACHED = 512
-_tables: OrderedDict[Any, tuple[Tensor, Tensor]] = OrderedDict()
-_captured: list[tuple[Tensor, Tensor]] = []
-"""What CUDA graphs were captured with: a replay reads the pinned copies again, so they are never dropped."""
+_tables: OrderedDict[Any, Tensor] = OrderedDict()
+_captured: dict[int, Tensor] = {}
+"""What CUDA graphs were captured with, by identity: replays read these tables, which are never dropped."""
 
 
 def address_table(rows: Sequence[Sequence[Tensor | None]], device: torch.device) -> Tensor:
@@ -23,16 +24,38 @@ def address_table(rows: Sequence[Sequence[Tensor | None]], device: torch.device)
     key = (addresses, device)
     found = _tables.get(key)
     if found is None:
-        host = torch.tensor(addresses, dtype=torch.int64)
-        if device.type != "cpu":
-            host = host.pin_memory()
-        found = _tables[key] = (host.to(device, non_blocking=True), host)
+        found = _tables[key] = upload(torch.tensor(addresses, dtype=torch.int64), device)
         while len(_tables) > _CACHED:
             _tables.popitem(last=False)
     _tables.move_to_end(key)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured.append(found)
-    return found[0]
+    if is_capturing(device):
+        _captured[id(found)] = found
+    return found
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream records a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def upload(host: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, its contents there by the time that a launch after this one reads them.
+
+    A copy on a stream that captures would become a node of the graph and read `host` at each replay, from an
+    address that the allocator has long given to someone else. On another stream it happens now; memory asked
+    for there does not come from the graph's pool either.
+    """
+    if device.type == "cpu":
+        return host
+    if not is_capturing(device):
+        return host.pin_memory().to(device, non_blocking=True)
+    with torch.cuda.stream(_upload_stream(device)):
+        return host.to(device)  # from pageable memory: returns when the bytes have arrived
+
+
+@functools.cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def element_type(dtype: torch.dtype) -> Any:

@@ -20,7 +20,7 @@ def check_all() -> None:
     import torch
 
     from titanforge.kernels.apply_update import apply_updates, reference_apply_updates
-    from titanforge.kernels.block_basis import reference_sign_updates, sign_updates
+    from titanforge.kernels.block_basis import WHOLE_BLOCK, reference_sign_updates, sign_updates
     from titanforge.kernels.newton_schulz import newton_schulz_iterations, reference_iterations
     from titanforge.kernels.symmetric import symmetric_product
     from titanforge.kernels.symmetric_config import choose_symmetric
@@ -61,11 +61,12 @@ def check_all() -> None:
         assert all(torch.equal(a, b) for a, b in zip(masters, expected[0]))
         for copy, wanted in zip(copies, expected[1]):
             torch.testing.assert_close(copy, wanted, rtol=2**-7, atol=0)
-        # Two weights of 40 x 40 in blocks of 20, their tiles ragged; signs of clear products only.
-        drawn = [torch.randn(2, 20, 20, generator=generator) for _ in range(2)]
-        bases = [torch.linalg.qr(x).Q.bfloat16().contiguous() for x in drawn]
+        # Two weights of 40 x 40 in blocks that one program holds and in one that it does not, tiles ragged.
         momenta = [torch.randn(40, 40, generator=generator) for _ in range(2)]
-        for dtype in (torch.float32, torch.bfloat16):
+        for width, dtype in ((20, torch.float32), (20, torch.bfloat16), (40, torch.float32)):
+            assert (width <= WHOLE_BLOCK) == (width == 20)
+            drawn = [torch.randn(40 // width, width, width, generator=generator) for _ in range(2)]
+            bases = [torch.linalg.qr(x).Q.bfloat16().contiguous() for x in drawn]
             mine = [torch.randn(40, 40, generator=generator) for _ in range(2)]
             theirs = [w.clone() for w in mine]
             stored = [m.to(dtype) for m in momenta]

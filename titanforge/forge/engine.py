@@ -285,7 +285,7 @@ class ForgeOptimizer(RuleOptimizer):
         return [
             item
             for entry in family.entries
-            if entry.name not in self._sinks and (item := entry.item()).weight.numel() > 0
+            if entry.name not in self._sinks and (item := entry.current()).weight.numel() > 0
         ]
 
     def _update_deferred(self, family: Family, hyper: Tensor) -> None:

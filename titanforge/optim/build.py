@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from titanforge.optim.baseline import TorchOptimizer
+from titanforge.optim.batches import BATCH_BYTES
 from titanforge.optim.dobb.hooks import install_hooks
 from titanforge.optim.engine import RuleOptimizer
-from titanforge.optim.local_update import BATCH_BYTES
 from titanforge.optim.matrix_options import DionOptions, DobbOptions, MatrixOptions, MuonOptions
 from titanforge.optim.param_groups import (
     ParamGroupSpec,

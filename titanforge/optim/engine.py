@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from titanforge.kernels.codecs import Codec
 from titanforge.optim import split
+from titanforge.optim.batches import BatchList
 from titanforge.optim.dobb.build import build_capture
 from titanforge.optim.dobb.capture import BasisKeeper
 from titanforge.optim.dobb.hooks import Reader
+from titanforge.optim.elementwise_pass import ElementwisePass
 from titanforge.optim.exchanges import exchange_lines
 from titanforge.optim.hyper_table import HyperTable
 from titanforge.optim.links import DataLinks
@@ -63,6 +65,8 @@ class Entry:
     matrix: tuple[int, int] | None = None
     factored: bool = False
     beside: dict[str, Tensor] = field(default_factory=dict)
+    _held: LocalWeight | None = None
+    _held_address: int = 0
 
     @property
     def momentum(self) -> Tensor:
@@ -90,6 +94,27 @@ class Entry:
             factored=self.factored,
         )
 
+    def current(self) -> LocalWeight:
+        """`item`, the same object at every step as long as the weight stays where it is."""
+        param, gradient = self.param, self.param.grad
+        if isinstance(param, DTensor):
+            address = param._local_tensor.data_ptr()
+            gradient = None if gradient is None else local_tensor(gradient)
+        else:
+            address = param.data_ptr()
+        held = self._held
+        if held is None or address != self._held_address:
+            held = self._held = self.item()
+            self._held_address = address
+        held.gradient = gradient
+        return held
+
+
+def release(items: Sequence[LocalWeight]) -> None:
+    """Let go of the gradients of items that live on to the next step."""
+    for item in items:
+        item.gradient = None
+
 
 @dataclass
 class Family:
@@ -98,6 +123,8 @@ class Family:
     rule: UpdateRule
     groups: list[ParamGroupSpec]
     entries: list[Entry]
+    elementwise: ElementwisePass = field(default_factory=ElementwisePass)
+    batches: dict[int, BatchList] = field(default_factory=dict)
 
 
 class RuleOptimizer:
@@ -315,28 +342,34 @@ class RuleOptimizer:
         for family, hyper in zip(self._families, tables):
             if isinstance(family.rule, LocalStateRule) and (items := self._items(family)):
                 update_elementwise(family.rule, items, hyper, self._rng, self._nonfinite, observe=True)
+                release(items)
         self._fp8.calibrate()
 
     def _items(self, family: Family) -> list[LocalWeight]:
         """What a step goes over; empty shards left out."""
-        return [item for entry in family.entries if (item := entry.item()).weight.numel() > 0]
+        return [item for entry in family.entries if (item := entry.current()).weight.numel() > 0]
 
     def _update_family(self, family: Family, hyper: Tensor) -> None:
         rule = family.rule
         items = self._items(family)
         if items and isinstance(rule, LocalStateRule):
-            update_elementwise(rule, items, hyper, self._rng, self._nonfinite)
+            family.elementwise(rule, items, hyper, self._rng, self._nonfinite)
         if not isinstance(rule, ElementwiseRule):
-            self._update_weights(family, hyper)
+            self._update_weights(family, items, hyper)
+        release(items)
 
-    def _update_weights(self, family: Family, hyper: Tensor, mean: Mean | None = None) -> None:
-        """What is left after the elementwise pass; of rules that split, U. mean: as of `finish_step`."""
-        rule, items = family.rule, self._items(family)
+    def _update_weights(
+        self, family: Family, items: list[LocalWeight], hyper: Tensor, mean: Mean | None = None
+    ) -> None:
+        """What is left after the elementwise pass; of rules that split, U. items: of `_items`. mean: as of
+        `finish_step`.
+        """
+        rule = family.rule
         if isinstance(rule, ElementwiseRule):
             split.finish(rule, items, hyper)
             return
         if isinstance(rule, StateGlobalRule):
-            items = self._update_gathered(rule, family, hyper)
+            items = self._update_gathered(rule, family, items, hyper)
         for row in range(len(family.groups)):
             members = [item for item in items if item.hyper_row == row]
             if mean is not None and isinstance(rule, FactoredRule):
@@ -344,7 +377,8 @@ class RuleOptimizer:
                     update_by_factors(rule, factored, hyper[row], mean)
                 members = [item for item in members if not item.factored]
             if isinstance(rule, StateGlobalRule):
-                update_state_global(rule, members, hyper[row], self._rng, self._nonfinite)
+                batches = family.batches.setdefault(row, BatchList())
+                update_state_global(rule, members, hyper[row], self._rng, self._nonfinite, batches)
             else:
                 update_layers(rule, members, hyper[row])
 
@@ -370,6 +404,7 @@ class RuleOptimizer:
             if split.splits(family.rule):
                 if items := self._items(family):
                     split.accumulate(family.rule, items, hyper, self._rng, self._nonfinite)
+                    release(items)
             elif whole:
                 self._update_family(family, hyper)
             elif grad_scale is not None:
@@ -398,15 +433,18 @@ class RuleOptimizer:
             if local is not None and local.lr is not None:
                 hyper = hyper.clone()
                 hyper[:, 1] = local.lr * self._lr_factor
+            items = self._items(family)
             if local is None or local.kind == "orthonormal":
-                self._update_weights(family, hyper, mean)
+                self._update_weights(family, items, hyper, mean)
+                release(items)
                 continue
-            for item in self._items(family):
+            for item in items:
                 split.step_along(local, item, hyper[item.hyper_row])
             if family.rule.u_writes_state:
-                for item in self._items(family):
+                for item in items:
                     factor = family.groups[item.hyper_row].options["momentum"]
                     item.states[0].values.mul_(torch.where(hyper[item.hyper_row, 0] != 0, factor, 1.0))
+            release(items)
         self._table.advance(tables[0][0, 0])
 
     def replicated_tensors(self) -> list[split.ReplicatedTensor]:
@@ -445,11 +483,13 @@ class RuleOptimizer:
         """Round the fp32 masters into the weights, after the masters were changed from outside."""
         write_copies([entry.item() for entry in self._all_entries()])
 
-    def _update_gathered(self, rule: StateGlobalRule, family: Family, hyper: Tensor) -> list[LocalWeight]:
+    def _update_gathered(
+        self, rule: StateGlobalRule, family: Family, items: list[LocalWeight], hyper: Tensor
+    ) -> list[LocalWeight]:
         """U of the sharded weights of a rule that gathers; returns the weights that are left."""
         sharded = [entry for entry in family.entries if rule.u_gathers and is_cut(entry.param, rule.u_dims)]
         if not sharded:
-            return self._items(family)
+            return items
         for row in range(len(family.groups)):
             members = [entry for entry in sharded if entry.hyper_row == row]
             update_sharded(rule, members, hyper[row], self.links.record)

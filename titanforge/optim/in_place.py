@@ -6,22 +6,25 @@ stack of the momenta and another for the next iterate, so that weights and state
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from titanforge.kernels.apply_update import apply_updates
-from titanforge.kernels.block_basis import sign_updates
+from titanforge.kernels.apply_update import ApplyUpdates
+from titanforge.kernels.block_basis import SignUpdates
 from titanforge.kernels.codecs import decode
-from titanforge.optim.local_update import LocalWeight
+from titanforge.kernels.row_norm_update import RowNormUpdates
+from titanforge.optim.batches import Batch
 from titanforge.optim.newton_schulz import orthogonalized_
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def takes(batch: Sequence[LocalWeight]) -> bool:
+def takes(batch: Batch) -> bool:
     """Whether the kernels can write these weights: plain floats, contiguous, alike."""
+    return batch.once("takes", lambda: _takes(batch))
+
+
+def _takes(batch: Batch) -> bool:
     weights = [item.weight for item in batch]
     copies = [item.copy for item in batch if item.copy is not None]
     return (
@@ -32,7 +35,7 @@ def takes(batch: Sequence[LocalWeight]) -> bool:
     )
 
 
-def looked_at(batch: Sequence[LocalWeight], h: Tensor, nesterov: bool) -> Tensor:
+def looked_at(batch: Batch, h: Tensor, nesterov: bool) -> Tensor:
     """bf16 [len(batch), *shape]: the momenta, or with Nesterov h[3] G + h[4] M."""
     if not nesterov:
         return stacked(batch)
@@ -42,12 +45,12 @@ def looked_at(batch: Sequence[LocalWeight], h: Tensor, nesterov: bool) -> Tensor
     return stack
 
 
-def _new_stack(batch: Sequence[LocalWeight]) -> Tensor:
+def _new_stack(batch: Batch) -> Tensor:
     weight = batch[0].weight
     return torch.empty(len(batch), *weight.shape, dtype=torch.bfloat16, device=weight.device)
 
 
-def stacked(batch: Sequence[LocalWeight]) -> Tensor:
+def stacked(batch: Batch) -> Tensor:
     """bf16 [len(batch), *shape]: the momenta."""
     stack = _new_stack(batch)
     plain = [
@@ -59,7 +62,7 @@ def stacked(batch: Sequence[LocalWeight]) -> Tensor:
 
 
 def orthogonal_update(
-    batch: Sequence[LocalWeight],
+    batch: Batch,
     h: Tensor,
     *,
     steps: int,
@@ -73,28 +76,62 @@ def orthogonal_update(
     stack = looked_at(batch, h, nesterov)
     parts, (rows, columns) = batch[0].parts, batch[0].weight.shape[-2:]
     updates = orthogonalized_(stack.view(-1, rows // parts, columns), steps, coefficients)
-    apply_updates([item.weight for item in batch], [item.copy for item in batch], updates, h, scale)
+    apply = batch.once(
+        "apply", lambda: ApplyUpdates([item.weight for item in batch], [item.copy for item in batch])
+    )
+    apply(updates, h, scale)
     return True
 
 
-def block_sign_update(batch: Sequence[LocalWeight], h: Tensor, basis_slot: int, scale: float) -> bool:
-    """W <- (1 - lr wd) W - lr scale sign(M U) U^T over blocks of the input axis.
-
-    False, and nothing done, where the tensors are not plain matrices with bf16 bases.
-    """
+def plain_momenta(batch: Batch) -> list[Tensor] | None:
+    """The momenta [m, n], where kernels can read them as they are."""
     momenta = [item.states[0].values for item in batch]
-    bases = [item.auxiliary[basis_slot] for item in batch]
     plain = all(
         item.weight.dim() == 2
         and item.states[0].codec.kind == "plain"
         and momentum.dtype == momenta[0].dtype
         and momentum.is_contiguous()
-        and basis.dtype == torch.bfloat16
+        for item, momentum in zip(batch, momenta)
+    )
+    return momenta if plain and takes(batch) else None
+
+
+def block_sign_update(batch: Batch, h: Tensor, basis_slot: int, scale: float) -> bool:
+    """W <- (1 - lr wd) W - lr scale sign(M U) U^T over blocks of the input axis.
+
+    False, and nothing done, where the tensors are not plain matrices with bf16 bases.
+    """
+    update = batch.once("signs", lambda: _sign_updates(batch, basis_slot))
+    if update is None:
+        return False
+    update(h, scale)
+    return True
+
+
+def _sign_updates(batch: Batch, basis_slot: int) -> SignUpdates | None:
+    momenta, bases = plain_momenta(batch), [item.auxiliary[basis_slot] for item in batch]
+    shared = all(
+        basis.dtype == torch.bfloat16
         and basis.is_contiguous()
         and basis.shape[-3] * basis.shape[-1] == basis.numel() // basis.shape[-1]
-        for item, momentum, basis in zip(batch, momenta, bases)
+        for basis in bases
     )
-    if not plain or not takes(batch):
+    if momenta is None or not shared:
+        return None
+    return SignUpdates(momenta, bases, [item.weight for item in batch], [item.copy for item in batch])
+
+
+def row_norm_update(batch: Batch, h: Tensor, scale: float) -> bool:
+    """W <- (1 - lr wd) W - lr scale M / |M| by rows. False, and nothing done, as above."""
+    update = batch.once("rows", lambda: _row_norm_updates(batch))
+    if update is None:
         return False
-    sign_updates(momenta, bases, [item.weight for item in batch], [item.copy for item in batch], h, scale)
+    update(h, scale)
     return True
+
+
+def _row_norm_updates(batch: Batch) -> RowNormUpdates | None:
+    momenta = plain_momenta(batch)
+    if momenta is None:
+        return None
+    return RowNormUpdates(momenta, [item.weight for item in batch], [item.copy for item in batch])

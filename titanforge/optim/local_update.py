@@ -5,8 +5,7 @@ Everything here works in place on local (never distributed) tensors. Arithmetic 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -16,13 +15,12 @@ from torch import Tensor
 from titanforge.kernels._triton import runs_triton
 from titanforge.kernels.codecs import Codec, Encoded, decode
 from titanforge.kernels.flat import flat_update
+from titanforge.optim.batches import BatchList, batches
 from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
 
 # An unfused chain of operations over whole tensors would go to memory at every one of them; chunks of this
 # many elements stay in cache. Smaller ones lose more to the dispatch of each operation (measured).
 _CHUNK = 1 << 17
-# Largest stack of same-shape matrices updated in one batch, per stacked tensor.
-BATCH_BYTES = 256 * 2**20
 
 
 @runtime_checkable
@@ -84,17 +82,17 @@ def update_elementwise(
     observe: write nothing, only note the magnitudes that fp8 states would have.
     """
     if observe or runs_triton(items[0].weight) or not all(item.is_plain for item in items):
-        updates_weight = rule.epilogue.updates_weight
+        weights, states, masters, rows, ids = kernel_arguments(rule, items)
         flat_update(
             rule.epilogue,
-            [_stored_weight(item) for item in items],
-            [_dense_gradient(item) for item in items],
-            [item.states for item in items],
+            weights,
+            [dense_gradient(item) for item in items],
+            states,
             hyper,
-            masters=[item.weight if item.copy is not None and updates_weight else None for item in items],
-            hyper_rows=[item.hyper_row for item in items],
+            masters=masters,
+            hyper_rows=rows,
             rng=rng,
-            tensor_ids=[item.tensor_id for item in items],
+            tensor_ids=ids,
             nonfinite=nonfinite,
             observe=observe,
         )
@@ -118,7 +116,21 @@ def _stored_weight(item: LocalWeight) -> Tensor | Encoded:
     return weight if item.codec is None else Encoded(weight, item.codec)
 
 
-def _dense_gradient(item: LocalWeight) -> Tensor:
+def kernel_arguments(
+    rule: LocalStateRule, items: Sequence[LocalWeight]
+) -> tuple[list[Tensor | Encoded], list[tuple[Encoded, ...]], list[Tensor | None], list[int], list[int]]:
+    """What kernels take of these weights: stored weights, states, masters, rows and ids."""
+    with_master = rule.epilogue.updates_weight
+    return (
+        [_stored_weight(item) for item in items],
+        [item.states for item in items],
+        [item.weight if item.copy is not None and with_master else None for item in items],
+        [item.hyper_row for item in items],
+        [item.tensor_id for item in items],
+    )
+
+
+def dense_gradient(item: LocalWeight) -> Tensor:
     return torch.zeros_like(item.weight) if item.gradient is None else item.gradient
 
 
@@ -169,12 +181,14 @@ def update_state_global(
     h: Tensor,
     rng: Tensor | None = None,
     nonfinite: Tensor | None = None,
+    batch_list: BatchList | None = None,
 ) -> None:
     """U of a regime-2 rule, after A has run; same-shape matrices together.
 
-    rng, nonfinite: as for `update_elementwise`; for weights that are rounded at random.
+    rng, nonfinite: as for `update_elementwise`; for weights that are rounded at random. batch_list: of these
+    items, where they stay the same from step to step.
     """
-    for batch in _batches(items):
+    for batch in (batch_list or BatchList()).of(items):
         if batch[0].codec is not None:
             move_at_random(batch, *rule.step_to_round(batch), h, rng, nonfinite)
             continue
@@ -253,7 +267,7 @@ def update_layers(rule: UpdateRule, items: Sequence[LocalWeight], h: Tensor) -> 
                 update_layer_in_place(rule, item, h)
         write_copies(items)
         return
-    for batch in _batches(items):
+    for batch in batches(items):
         weights = _stack([item.weight for item in batch])
         gradients = _stack([item.gradient_or_zeros() for item in batch])
         new_weights, new_states = rule.update(gradients, weights, _stack_states(batch), h)
@@ -261,23 +275,6 @@ def update_layers(rule: UpdateRule, items: Sequence[LocalWeight], h: Tensor) -> 
         for index, new in enumerate(new_states):
             _unstack_into([item.states[index].values for item in batch], new)
     write_copies(items)
-
-
-def _batches(items: Sequence[LocalWeight]) -> Iterator[list[LocalWeight]]:
-    """Items to update together: matrices of one shape, up to a size; anything else alone."""
-    by_shape: dict[tuple, list[LocalWeight]] = defaultdict(list)
-    for item in items:
-        if item.weight.numel() == 0:
-            continue
-        if item.weight.dim() == 2:
-            by_shape[item.weight.shape, item.parts, item.matrix].append(item)
-        else:
-            # A stack of vectors would read as a matrix, and experts are a batch already.
-            yield [item]
-    for group in by_shape.values():
-        size = max(1, BATCH_BYTES // (4 * group[0].weight.numel()))
-        for start in range(0, len(group), size):
-            yield group[start : start + size]
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:

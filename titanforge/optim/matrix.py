@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from titanforge.optim import in_place
+from titanforge.optim.batches import Batch
 from titanforge.optim.compiled import update_weight_in_place
 from titanforge.optim.elementwise import bias_corrections, moment_hyperparameters, slots_of
-from titanforge.optim.local_update import LocalWeight, write_copies
+from titanforge.optim.local_update import write_copies
 from titanforge.optim.matrix_options import MatrixOptions
 from titanforge.optim.newton_schulz import newton_schulz, orthogonalized_
 from titanforge.optim.rule import State, StateGlobalRule, select
@@ -51,7 +52,7 @@ class LAMB(StateGlobalRule):
         ratio = torch.where(both, weight_norm / direction_norm, 1.0)
         return select(h, w - (h[1] * ratio) * direction, w)
 
-    def update_in_place(self, batch: Sequence[LocalWeight], h: Tensor) -> bool:
+    def update_in_place(self, batch: Batch, h: Tensor) -> bool:
         if any(item.parts > 1 or item.codec is not None or not item.weight.is_cuda for item in batch):
             return False
         for item in batch:
@@ -166,14 +167,14 @@ class OrthogonalRule(MatrixRule):
     def rounds_at_random(self) -> bool:
         return not self.u_reads_gradient
 
-    def step_to_round(self, batch: Sequence[LocalWeight]) -> tuple[Tensor, float]:
+    def step_to_round(self, batch: Batch) -> tuple[Tensor, float]:
         muon, (rows, columns) = self.options.muon, batch[0].weight.shape[-2:]
         rows //= batch[0].parts
         stack = in_place.stacked(batch).view(-1, rows, columns)
         updates = orthogonalized_(stack, muon.steps, muon.coefficients).contiguous()
         return updates, self.scale(rows, columns)
 
-    def update_in_place(self, batch: Sequence[LocalWeight], h: Tensor) -> bool:
+    def update_in_place(self, batch: Batch, h: Tensor) -> bool:
         muon, shape, parts = self.options.muon, batch[0].weight.shape, batch[0].parts
         return in_place.orthogonal_update(
             batch,
@@ -210,6 +211,12 @@ class RMNP(MatrixRule):
 
     def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
         return unit_columns(m.mT).mT, m, ()
+
+    def update_in_place(self, batch: Batch, h: Tensor) -> bool:
+        if self.u_reads_gradient:
+            return False
+        rows, columns = batch[0].matrix or batch[0].weight.shape[-2:]
+        return in_place.row_norm_update(batch, h, self.scale(rows, columns))
 
     def own_scale(self, rows: int, columns: int) -> float:
         return math.sqrt(max(1.0, rows / max(columns, 1)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -20,7 +20,7 @@ from titanforge.kernels.references import COMMON_HYPER_NAMES, HYPER_NAMES, REFER
 
 if TYPE_CHECKING:
     from titanforge.kernels.epilogues import Epilogue
-    from titanforge.optim.local_update import LocalWeight
+    from titanforge.optim.batches import Batch
 
 State = tuple[Tensor, ...]
 """A weight's states in the order of its rule's slots."""
@@ -245,11 +245,11 @@ class StateGlobalRule(LocalStateRule):
         """Whether weights may be stored with stochastic rounding: `step_to_round` is there."""
         return False
 
-    def step_to_round(self, batch: Sequence[LocalWeight]) -> tuple[Tensor, float]:
+    def step_to_round(self, batch: Batch) -> tuple[Tensor, float]:
         """(O of weights of one shape, one after the other, contiguous; s): U is w <- w - lr (s O + wd w)."""
         raise NotImplementedError(f"{self.name} rounds to nearest")
 
-    def update_in_place(self, batch: Sequence[LocalWeight], h: Tensor) -> bool:
+    def update_in_place(self, batch: Batch, h: Tensor) -> bool:
         """U of weights of one shape through kernels of the rule's own, on a GPU.
 
         False, with nothing done: there are none for weights that are stored like these.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from titanforge.optim import in_place
-from titanforge.optim.local_update import LocalWeight
+from titanforge.optim.batches import Batch
 from titanforge.optim.matrix import MatrixRule, unit_columns
 from titanforge.optim.matrix_options import DobbOptions, MatrixOptions
 from titanforge.optim.rule import AuxiliarySlot, State
@@ -130,7 +129,7 @@ class Dobb(MatrixRule):
         rebuilt = (coefficients @ basis.mT).transpose(-2, -3).flatten(-2)
         return (rebuilt if self.dobb.side == "A" else rebuilt.mT), m, auxiliary
 
-    def update_in_place(self, batch: Sequence[LocalWeight], h: Tensor) -> bool:
+    def update_in_place(self, batch: Batch, h: Tensor) -> bool:
         if self.dobb.side != "A" or self.dobb.norm != "linf" or self.u_reads_gradient:
             return False
         shape, parts = batch[0].weight.shape, batch[0].parts

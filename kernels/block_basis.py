@@ -127,10 +127,12 @@ def rebuild_update_kernel(
 def sign_update_kernel(
     table_ptr, h_ptr, scale, m, n, w: tl.constexpr,
     M_TYPE: tl.constexpr, M_SPLIT: tl.constexpr, W_TYPE: tl.constexpr, COPY_TYPE: tl.constexpr,
-    COPY: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    COPY: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
     TO_FP32: tl.constexpr,
 ):  # fmt: skip
-    """The whole of it for blocks w <= WIDTH. Grid: tiles of rows, blocks, weights."""
+    """The whole of it for blocks w <= WIDTH. A program reads U once for TILES tiles of rows. Grid: these,
+    blocks, weights.
+    """
     if tl.load(h_ptr) != 0:
         block, weight = tl.program_id(1), tl.program_id(2).to(tl.int64)
         m_ptr = tl.load(table_ptr + 4 * weight).to(tl.pointer_type(M_TYPE))
@@ -142,29 +144,30 @@ def sign_update_kernel(
             u_ptr = tl.multiple_of(u_ptr, 16)
             w_ptr = tl.multiple_of(w_ptr, 16)
             copy_ptr = tl.multiple_of(copy_ptr, 16)
-        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         columns, steps = tl.arange(0, WIDTH), tl.arange(0, WIDTH)
-        inside = (rows < m)[:, None] & (columns < w)[None, :]
-        places = rows.to(tl.int64)[:, None] * n + (block * w + columns)[None, :]
-        value = tl.load(m_ptr + places, inside, other=0.0)
         u_inside = (steps < w)[:, None] & (columns < w)[None, :]
         u_places = block.to(tl.int64) * w * w + steps[:, None] * w + columns[None, :]
         u = tl.load(u_ptr + u_places, u_inside, other=0.0)
-        old = tl.load(w_ptr + places, inside, other=0.0)
-        high = value.to(tl.bfloat16)
-        total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-        if M_SPLIT:
-            low = (value - high.to(tl.float32)).to(tl.bfloat16)
-            total = _dot(low, u, total, TO_FP32)
-        total = _dot(high, u, total, TO_FP32)
-        sign = tl.where(total > 0, 1.0, tl.where(total < 0, -1.0, 0.0)).to(tl.bfloat16)
-        total = _dot(sign, tl.trans(u), tl.zeros((ROWS, WIDTH), dtype=tl.float32), TO_FP32)
         lr, decay = tl.load(h_ptr + 1), tl.load(h_ptr + 2)
-        old = old.to(tl.float32)
-        moved = (old - (lr * decay) * old) - lr * (scale * total)
-        tl.store(w_ptr + places, moved.to(W_TYPE), inside)
-        if COPY:
-            tl.store(copy_ptr + places, moved.to(COPY_TYPE), inside)
+        first = tl.program_id(0) * ROWS * TILES
+        for start in range(first, tl.minimum(first + ROWS * TILES, m), ROWS):
+            rows = start + tl.arange(0, ROWS)
+            inside = (rows < m)[:, None] & (columns < w)[None, :]
+            places = rows.to(tl.int64)[:, None] * n + (block * w + columns)[None, :]
+            value = tl.load(m_ptr + places, inside, other=0.0)
+            high = value.to(tl.bfloat16)
+            total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+            if M_SPLIT:
+                low = (value - high.to(tl.float32)).to(tl.bfloat16)
+                total = _dot(low, u, total, TO_FP32)
+            total = _dot(high, u, total, TO_FP32)
+            sign = tl.where(total > 0, 1.0, tl.where(total < 0, -1.0, 0.0)).to(tl.bfloat16)
+            total = _dot(sign, tl.trans(u), tl.zeros((ROWS, WIDTH), dtype=tl.float32), TO_FP32)
+            old = tl.load(w_ptr + places, inside, other=0.0).to(tl.float32)
+            moved = (old - (lr * decay) * old) - lr * (scale * total)
+            tl.store(w_ptr + places, moved.to(W_TYPE), inside)
+            if COPY:
+                tl.store(copy_ptr + places, moved.to(COPY_TYPE), inside)
 
 
 class SignUpdates:
@@ -200,17 +203,17 @@ class SignUpdates:
         _, bases, weights, _ = self._tensors
         (m, n), w, count, table = weights[0].shape, bases[0].shape[-1], len(weights), self._table
         options: dict[str, Any] = {
-            "ALIGNED": self._aligned, "TO_FP32": INTERPRET, "num_warps": 8, "num_stages": 3, **LAUNCH_OPTIONS
+            "ALIGNED": self._aligned, "TO_FP32": INTERPRET, "num_warps": 8, **LAUNCH_OPTIONS
         }  # fmt: skip
         if w <= WHOLE_BLOCK:
-            rows = 32 if INTERPRET else 128
-            sign_update_kernel[(cdiv(m, rows), n // w, count)](
+            rows, tiles = (16, 2) if INTERPRET else (64, 4)
+            sign_update_kernel[(cdiv(m, rows * tiles), n // w, count)](
                 table, hyper, scale, m, n, w,
-                ROWS=rows, WIDTH=max(16, next_power_of_2(w)), **self._read, **self._written, **options,
+                ROWS=rows, TILES=tiles, WIDTH=max(16, next_power_of_2(w)), num_stages=2, **self._read, **self._written, **options,
             )  # fmt: skip
             return
         rows, columns, block_k = (32, 16, 16) if INTERPRET else (128, 128, 64)
-        options |= {"ROWS": rows, "COLUMNS": columns, "BLOCK_K": block_k}
+        options |= {"ROWS": rows, "COLUMNS": columns, "BLOCK_K": block_k, "num_stages": 3}
         grid = (cdiv(m, rows) * cdiv(w, columns), n // w, count)
         signs = torch.empty(count, m, n, dtype=torch.bfloat16, device=weights[0].device)
         sign_coefficients_kernel[grid](table, signs, m, n, w, **self._read, **options)

@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 
 from titanforge.kernels._triton import LAUNCH_OPTIONS
 from titanforge.kernels.apply_update import apply_update_kernel
-from titanforge.kernels.block_basis import rebuild_update_kernel, sign_coefficients_kernel
+from titanforge.kernels.block_basis import rebuild_update_kernel, sign_coefficients_kernel, sign_update_kernel
 from titanforge.kernels.cholesky_qr import PRECISION, CholeskyConfig
 from titanforge.kernels.cholesky_qr_kernel import (
     advance_kernel,
@@ -43,6 +43,7 @@ from titanforge.kernels.config import _FEW_TOKENS, _FP32, _MANY_TOKENS, _MANY_TO
 from titanforge.kernels.embedding import embedding_kernel
 from titanforge.kernels.epilogues import EPILOGUES, Epilogue
 from titanforge.kernels.flat import BLOCKS, flat_kernel
+from titanforge.kernels.row_norm_update import row_norm_update_kernel
 from titanforge.kernels.symmetric_config import candidates
 from titanforge.kernels.symmetric_kernel import symmetric_product_kernel
 from titanforge.kernels.wgrad_kernel import wgrad_kernel
@@ -212,12 +213,16 @@ def matrix_jobs() -> list[tuple[str, Any, Specialisation]]:
     types = {"table_ptr": "*i64", "update_ptr": "*bf16", "h_ptr": "*fp32", "scale": "fp32", "numel": "i32"}
     own = {"W_TYPE": tl.float32, "COPY_TYPE": tl.bfloat16, "COPY": True, "ALIGNED": True, "CHUNK": 4096}
     listed.append(("apply_update/bf16_master", apply_update_kernel, (types, own, {"num_warps": 8})))
-    types |= {"sign_ptr": "*bf16", **dict.fromkeys(("m", "n", "w"), "i32")}
-    own |= {"ROWS": 128, "COLUMNS": 128, "BLOCK_K": 64, "TO_FP32": False}
+    types |= {"sign_ptr": "*bf16", "n": "i32", "m": "i32"}
+    rows = {**own, "M_TYPE": tl.bfloat16, "CHUNK": 2048}
+    listed.append(("row_norm_update/bf16_master", row_norm_update_kernel, (types, rows, {"num_warps": 4})))
+    own |= {"ROWS": 128, "COLUMNS": 128, "BLOCK_K": 64, "TO_FP32": False, "w": 400, "WIDTH": 128}
     for name, split in (("bf16", False), ("fp32", True)):
         own |= {"M_TYPE": tl.float32 if split else tl.bfloat16, "M_SPLIT": split}
         source = (types, dict(own), {"num_warps": 8, "num_stages": 3})
         listed.append((f"block_basis/sign/{name}", sign_coefficients_kernel, source))
+        source = (types, {**own, "w": 100, "ROWS": 64, "TILES": 4}, {"num_warps": 8, "num_stages": 2})
+        listed.append((f"block_basis/whole/{name}", sign_update_kernel, source))
     listed.append(("block_basis/rebuild", rebuild_update_kernel, (types, own, {"num_warps": 8, "num_stages":
     3})))  # fmt: skip
     return listed

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,23 @@ class Fresh:
     statistics: Tensor
     bases: Tensor
     failed: Tensor
+
+
+def alike(found: Sequence[tuple[Captured, *tuple[Tensor, ...]]]) -> list[list[Any]]:
+    """What was found of weights, in batches of one width, up to a size; weights without blocks left out.
+
+    Blocks of one width go together whatever weights they belong to: a model has hundreds of weights, and
+    launches for each would keep the host longer than the device.
+    """
+    by_width: dict[int, list[Any]] = defaultdict(list)
+    for one in found:
+        if len(one[0].basis):
+            by_width[one[0].width].append(one)
+    batches = []
+    for group in by_width.values():
+        size = max(1, _BATCH_BYTES // (4 * max(one[0].basis.numel() for one in group)))
+        batches += [group[at : at + size] for at in range(0, len(group), size)]
+    return batches
 
 
 class BasisKeeper(ABC):
@@ -84,25 +101,19 @@ class BasisKeeper(ABC):
 
     def find_bases(self, found: Sequence[tuple[Captured, Tensor, Tensor]]) -> list[Fresh]:
         """Algorithm 2 for weights with their new statistics [b, w, w], fp32, and bool [b]: whether anything
-        was captured. Reads states and writes none. Blocks of one width go together, whatever weights they
-        belong to; the host does not wait.
+        was captured. Reads states and writes none; the host does not wait.
         """
         self._read_cold()
-        by_width: dict[int, list[tuple[Captured, Tensor, Tensor]]] = defaultdict(list)
-        for one in found:
-            if len(one[0].basis):
-                by_width[one[0].width].append(one)
         fresh = []
-        for group in by_width.values():
-            size = max(1, _BATCH_BYTES // (4 * max(one[0].basis.numel() for one in group)))
-            fresh += [self._find_batch(group[at : at + size]) for at in range(0, len(group), size)]
+        for group in alike(found):
+            weights, statistics, seen = zip(*group)
+            fresh.append(self._find_batch(weights, torch.cat(statistics), torch.cat(seen)))
         return fresh
 
-    def _find_batch(self, group: Sequence[tuple[Captured, Tensor, Tensor]]) -> Fresh:
-        weights = [weight for weight, _, _ in group]
+    def _find_batch(self, weights: Sequence[Captured], statistics: Tensor, seen: Tensor) -> Fresh:
+        """Of weights of one width, whose blocks follow one another in `statistics` and `seen`."""
         old = torch.cat([weight.basis for weight in weights])
-        new = torch.cat([statistic for _, statistic, _ in group]).to(weights[0].statistic.dtype)
-        seen = torch.cat([captured for _, _, captured in group])
+        new = statistics.to(weights[0].statistic.dtype)
         cold, start = [], 0
         for weight in weights:
             cold += [start + block for block in weight.cold]
@@ -174,6 +185,7 @@ class DobbCapture(BasisKeeper):
         self._buckets = buckets(self.weights)
         self._micro_batches = self._captured_micro_batches = 1
         self._next_bucket = 0
+        self._watched = True  # readers may be open, by this or an earlier optimizer
         self._missing: list[set[str]] = []
         self._reductions: list[Reduction] = []
         self._prepared: list[Fresh] = []
@@ -186,10 +198,12 @@ class DobbCapture(BasisKeeper):
         self._captured_micro_batches = 1 if self.options.capture == "first" else num_micro_batches
         self._reductions, self._prepared, self._missing = [], [], []
         self._next_bucket = len(self._buckets)
-        for weight in self.weights:
-            weight.sums = weight.new_sums() if self._refreshing else None
-            weight.reader.open(*(weight.sums or (None, None)))
-            weight.reader.when_gradient_seen(None)
+        if self._refreshing or self._watched:
+            for weight in self.weights:
+                weight.sums = weight.new_sums() if self._refreshing else None
+                weight.reader.open(*(weight.sums or (None, None)))
+                weight.reader.when_gradient_seen(None)
+            self._watched = self._refreshing
         if self._refreshing:
             self._next_bucket = 0
 
@@ -256,20 +270,22 @@ class DobbCapture(BasisKeeper):
         """C <- beta_C C + S and the bases from it, for weights whose reduction was launched; `refresh` writes
         them. The current stream waits for the reductions.
         """
-        found = []
-        for reduction in reductions:
-            for weight, sums, counts, positions in reduction.wait():
-                mean = sums / counts.clamp_min(1.0)[:, None, None]
-                if self.options.side == "G":
-                    # Losses were divided by the tokens of the whole step; the paper's g_i were not. Of
-                    # experts: by the rows of all of them, whose scale no eigenvector depends on.
-                    mean = mean * (positions * (self._micro_batches / self._captured_micro_batches)) ** 2
-                old = weight.statistic.float()
-                captured = counts > 0
-                # No position at all (an expert without tokens) leaves the statistic as it is.
-                new = torch.where(captured[:, None, None], self.options.decay * old + mean, old)
-                found.append((weight, new, captured))
-        self._prepared += self.find_bases(found)
+        self._read_cold()
+        for group in alike([part for reduction in reductions for part in reduction.wait()]):
+            weights, sums, counts, positions = zip(*group)
+            counted = torch.cat(counts)
+            mean = torch.cat(sums) / counted.clamp_min(1.0)[:, None, None]
+            if self.options.side == "G":
+                # Losses were divided by the tokens of the whole step; the paper's g_i were not. Of experts:
+                # by the rows of all of them, whose scale no eigenvector depends on.
+                share = self._micro_batches / self._captured_micro_batches
+                rows = [one.expand(len(weight.basis)) for one, weight in zip(positions, weights)]
+                mean = mean * ((torch.cat(rows) * share) ** 2)[:, None, None]
+            old = torch.cat([weight.statistic for weight in weights]).float()
+            captured = counted > 0
+            # No position at all (an expert without tokens) leaves the statistic as it is.
+            new = torch.where(captured[:, None, None], self.options.decay * old + mean, old)
+            self._prepared.append(self._find_batch(weights, new, captured))
         self._reductions = [one for one in self._reductions if one not in reductions]
 
     @torch.no_grad()

@@ -86,10 +86,13 @@ class Reduction:
         parts = self._sum.wait().split(self._sizes)
         for weight, sums, counts in zip(self.weights, parts, parts[len(self.weights) :]):
             local = len(weight.basis)
+            sums = sums.view(-1, weight.width, weight.width)[:local]
+            if weight.groups == 1:
+                yield weight, sums, counts.expand(local), counts[0]
+                continue
             first = self._shard * weight.chunk
             of_group = weight.blocks // weight.groups
             group = torch.arange(first, first + local, device=counts.device) // of_group
-            sums = sums.view(-1, weight.width, weight.width)[:local]
             yield weight, sums, counts[group], counts.sum()
 
 

@@ -25,7 +25,7 @@ factorisation follow one another."""
 class Fresh:
     """What a refresh has found for some weights, not yet in their states. failed: blocks, int64 scalar."""
 
-    weights: list[Captured]
+    weights: Sequence[Captured]
     statistics: Tensor
     bases: Tensor
     failed: Tensor

@@ -209,7 +209,8 @@ class SignUpdates:
             rows, tiles = (16, 2) if INTERPRET else (64, 4)
             sign_update_kernel[(cdiv(m, rows * tiles), n // w, count)](
                 table, hyper, scale, m, n, w,
-                ROWS=rows, TILES=tiles, WIDTH=max(16, next_power_of_2(w)), num_stages=2, **self._read, **self._written, **options,
+                ROWS=rows, TILES=tiles, WIDTH=max(16, next_power_of_2(w)), num_stages=2,
+                **self._read, **self._written, **options,
             )  # fmt: skip
             return
         rows, columns, block_k = (32, 16, 16) if INTERPRET else (128, 128, 64)

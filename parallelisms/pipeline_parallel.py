@@ -27,7 +27,6 @@ from titanforge.parallelisms.sequence import arguments, pad_call
 from titanforge.parallelisms.traffic import Traffic, silent
 
 _ENDS = {"tok_embeddings": ("tok_embeddings", "pos_embeddings"), "norm": ("norm",), "output": ("output",)}
-_LAST_ONLY = ("labels", "logits_at")
 
 
 def split_model(model: nn.Module, plan: PipelinePlan, rank: int) -> list[nn.Module]:
@@ -72,7 +71,7 @@ def _for_this_stage(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     Labels stay for a stage that has a term of the loss of its own, which it multiplies with ``loss_scale``.
     """
     if module.output is None:
-        unwanted = _LAST_ONLY[hasattr(module, "loss_scale") :]
+        unwanted = ("logits_at",) if hasattr(module, "loss_scale") else ("labels", "logits_at")
         kwargs = {name: value for name, value in kwargs.items() if name not in unwanted}
     return args, kwargs
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from titanforge.captured import CapturedStep, CudaGraph
 from titanforge.config.sections import Optimizer as OptimizerConfig
 from titanforge.forge import Steps, build_forge_optimizer
+from titanforge.kernels.forms import select_form
 from titanforge.models.initialization import initialize_weights
 from titanforge.models.registry import build_model
 from titanforge.optim import build_optimizer
@@ -57,7 +58,21 @@ class Update(Protocol):
         ...
 
 
-def build_llama(
+# Name on the command line: family, flavor, and the toy's sizes.
+SHAPES: dict[str, tuple[str, str, dict[str, int]]] = {
+    "llama3-8b": ("llama3", "8B", {"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2}),
+    "qwen3-8b": ("qwen3", "8B", {"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32}),
+}
+MEMORY_BUDGET = 0.99  # of `--ac memory_budget`: norms and elementwise products are recomputed, nothing else
+
+
+def build_llama(**options: Any) -> nn.Module:
+    """`build_shape` for Llama-3.1-8B's."""
+    return build_shape("llama3-8b", **options)
+
+
+def build_shape(
+    shape: str,
     *,
     tiny: bool,
     seq_len: int,
@@ -66,23 +81,24 @@ def build_llama(
     compile_mode: CompileMode = "none",
     seed: int = 0,
 ) -> nn.Module:
-    """Llama-3.1-8B's shape (or a toy's) with bf16 weights, initialised, ready for `loss.backward()`."""
+    """One of `SHAPES` (or its toy) with bf16 weights, initialised, ready for `loss.backward()`."""
+    family, flavor, toy = SHAPES[shape]
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
             model: Any = build_model(
-                "llama3",
-                "debugmodel" if tiny else "8B",
+                family,
+                "debugmodel" if tiny else flavor,
                 vocab_size=512 if tiny else None,
                 seq_len=seq_len,
-                overrides={"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2} if tiny else {},
+                overrides=toy if tiny else {},
             )[0]
     finally:
         torch.set_default_dtype(previous)
     apply_activation_checkpoint(model, ac)
     if compile_mode == "blocks":
-        apply_compile(model)
+        apply_compile(model, memory_budget=MEMORY_BUDGET if ac == "memory_budget" else None)
         model.output.compile()  # the loss: what `compile.components` has beside "model"
     model.to_empty(device=device)
     initialize_weights(model, seed)
@@ -209,9 +225,16 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def build_update(
-    kind: str, model: nn.Module, *, lr: float, max_norm: float, capturable: bool = False
+    kind: str,
+    model: nn.Module,
+    *,
+    lr: float,
+    max_norm: float,
+    capturable: bool = False,
+    forge_kernel: str = "auto",
 ) -> Update:
-    """One of `UPDATES` over all parameters of the model."""
+    """One of `UPDATES` over all parameters of the model. forge_kernel: as `forge.kernel`."""
+    select_form(forge_kernel, next(model.parameters()).device)
     if kind == "native" or kind.startswith("forge"):
         state_dtype: Any = "int8" if kind == "forge-int8" else "bfloat16"
         config = OptimizerConfig(name="AdamW", lr=lr, implementation="native", state_dtype=state_dtype)

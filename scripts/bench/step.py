@@ -1,19 +1,24 @@
-"""Time and weigh one training step of the Llama-3.1-8B shape at few tokens (batch 1, sequence 512).
+"""Time and weigh one training step of a real shape at few tokens: ours, torch's, and other people's.
 
-    python scripts/bench/step.py                                # every method
-    python scripts/bench/step.py --methods adamw-fused-graph    # some
+    python scripts/bench/step.py                                # ours and torch's, Llama-3.1-8B, 512 tokens
+    python scripts/bench/step.py --methods forge-graph adamw-fused-compiled --seq-len 512 2048 --ac none full
+    python scripts/bench/step.py --methods peers --model qwen3-8b      # whichever peers are installed
     python scripts/bench/step.py --device cpu --tiny            # proves the script anywhere, in seconds
 
-bf16 weights, gradients and states, no activation checkpointing, no clipping. A step is zero_grad, forward,
-loss, backward, update. At 512 tokens an eager step is mostly Python and launches, so each update runs
-eager, with compiled blocks, with the whole model compiled, and captured whole in a CUDA graph. One
-process per method. Peak is `torch.cuda.max_memory_allocated` of the whole process, warm-up and capture
-included.
+bf16 weights, gradients and states, batch 1, no clipping; no activation checkpointing unless `--ac` says so.
+A step is zero_grad, forward, loss, backward, update. At 512 tokens an eager step is mostly Python and
+launches, so each update runs eager, with compiled blocks, with the whole model compiled, and captured whole
+in a CUDA graph; the peers of `peers.py` eager and with compiled blocks. One process for each cell of
+model x tokens x checkpointing x method. Peak is `torch.cuda.max_memory_allocated` of the whole process,
+warm-up included; of a captured step from the capture on, which needs more than the steps before. `busy` is
+the share of a step in which the card ran anything, from three more steps under the profiler.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +39,7 @@ from scripts.bench.harness import (
     write_report,
     write_result,
 )
+from scripts.bench.peers import PEERS, missing
 from scripts.bench.synthetic import token_pool
 
 if TYPE_CHECKING:
@@ -54,17 +60,36 @@ METHODS: dict[str, tuple[str, CompileMode, bool]] = {
     "forge-int8-graph": ("forge-int8", "blocks", True),
     "forge-int8-compiled": ("forge-int8", "blocks", False),
 }
+OURS = tuple(METHODS)
+for _peer in PEERS:
+    METHODS[f"{_peer}-eager"] = (_peer, "none", False)
+    METHODS[f"{_peer}-compiled"] = (_peer, "blocks", False)
+ALL_PEERS = "peers"
+RECOMPUTE = ("none", "selective", "full", "memory_budget")
+MODELS = ("llama3-8b", "qwen3-8b")
 # What the best torch.optim arm must reach on one H200 at 512 tokens.
 TARGET_MS, TARGET_GIB = 88.4, 61.97
+# Options of several words, of which a cell gets one.
+AXES = ("--model", "--seq-len", "--ac", "--methods")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve"
     )
     add_common_arguments(parser)
-    parser.set_defaults(seq_len=512, warmup=8, steps=30, lr=1e-5, max_norm=0.0)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.set_defaults(warmup=8, steps=30, lr=1e-5, max_norm=0.0)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama3-8b"])
+    parser.add_argument("--seq-len", nargs="+", type=int, default=[512], help="tokens per sequence, each")
+    parser.add_argument("--ac", nargs="+", choices=RECOMPUTE, default=["none"], help="recomputation, each")
+    parser.add_argument(
+        "--methods", nargs="+", choices=[*METHODS, ALL_PEERS], default=list(OURS), metavar="METHOD",
+        help=f"of {', '.join(METHODS)}; {ALL_PEERS}: all of the others' (default: torch's and ours)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--forge-kernel", default="auto", choices=("auto", "portable", "pp2", "coop"),
+        help="form of the fused arms' kernel, as forge.kernel",
+    )  # fmt: skip
     parser.add_argument("--cell-timeout", type=float, default=240.0, help="seconds for one method")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all methods")
     parser.add_argument("--cell", choices=METHODS, default=None, help=argparse.SUPPRESS)
@@ -73,15 +98,28 @@ def _parser() -> argparse.ArgumentParser:
 
 def run_method(args: argparse.Namespace) -> dict[str, Any]:
     """One method, in this process."""
-    from scripts.bench.ours import GraphedStep, TrainStep, build_llama, build_update, timed_parts
+    from scripts.bench.observed import busy_time, recorded_forms
+    from scripts.bench.ours import GraphedStep, TrainStep, build_shape, build_update, timed_parts
+    from scripts.bench.peers import build_peer
 
     kind, compile_mode, graphed = METHODS[args.cell]
+    (shape,), (seq_len,), (ac,) = args.model, args.seq_len, args.ac
     on_gpu = args.device == "cuda"
-    model: Any = build_llama(
-        tiny=args.tiny, seq_len=args.seq_len, device=args.device, compile_mode=compile_mode
+    model: Any = build_shape(
+        shape, tiny=args.tiny, seq_len=seq_len, device=args.device, ac=ac, compile_mode=compile_mode
     )
-    update = build_update(kind, model, lr=args.lr, max_norm=args.max_norm, capturable=graphed)
-    pool = token_pool(model.args.vocab_size, args.batch, args.seq_len, device=args.device)
+    if kind in PEERS:
+        update: Any = build_peer(kind, model, args.lr)
+    else:
+        update = build_update(
+            kind,
+            model,
+            lr=args.lr,
+            max_norm=args.max_norm,
+            capturable=graphed,
+            forge_kernel=args.forge_kernel,
+        )
+    pool = token_pool(model.args.vocab_size, args.batch, seq_len, device=args.device)
     plain = TrainStep(model, update)
     losses: list[torch.Tensor] = []
     step: Any = plain
@@ -96,22 +134,34 @@ def run_method(args: argparse.Namespace) -> dict[str, Any]:
         losses.append(loss.clone())
         number += 1
 
-    step_ms = StepClock(args.device).run(once, warmup=args.warmup, steps=args.steps)
+    with recorded_forms() as forms:
+        step_ms = StepClock(args.device).run(once, warmup=args.warmup, steps=args.steps)
     peaks = peak_memory(args.device)
     mean_losses = [float(loss) for loss in losses]
     extra: dict[str, Any] = {
+        "method": args.cell,
+        "model": shape,
+        "seq_len": seq_len,
+        "ac": ac,
+        "forge_kernel": args.forge_kernel if kind.startswith("forge") else None,
+        "forms": forms,
         "weights_gib": sum(p.numel() * p.element_size() for p in model.parameters()) / GIB,
-        "states_gib": sum(s.numel() * s.element_size() for s in update.state_tensors()) / GIB,
+        "states_gib": None
+        if kind in PEERS
+        else sum(s.numel() * s.element_size() for s in update.state_tensors()) / GIB,
         "parameters": sum(p.numel() for p in model.parameters()),
         "losses": mean_losses,
     }
+    if on_gpu:
+        extra |= busy_time(once, steps=3)
+        extra["busy"] = extra["busy_ms"] / statistics.median(step_ms)
     if not graphed:
         extra |= timed_parts(plain, pool, repeats=5, device=args.device)
     return write_result(
         args,
         arm=args.cell,
         step_ms=step_ms,
-        tokens_per_step=args.batch * args.seq_len,
+        tokens_per_step=args.batch * seq_len,
         peaks=peaks,
         # Same batch at both ends, else the comparison would be between batches.
         losses=[
@@ -136,52 +186,70 @@ def main(argv: list[str] | None = None) -> int:
     if args.cell is not None:
         run_method(args)
         return 0
-    forwarded = _without(argv, "--methods")
-    cells = [
-        Cell(method, [sys.executable, __file__, "--cell", method, *forwarded])
-        for method in args.methods
-        if args.device == "cuda" or not METHODS[method][2]
-    ]
-    outcomes = run_cells(cells, args.out, timeout=args.cell_timeout, budget=args.budget)
-    rows = [
-        [
-            outcome["name"],
-            outcome.get("peak_gib"),
-            outcome.get("median_ms"),
-            outcome.get("min_ms"),
-            outcome.get("forward_backward_ms"),
-            outcome.get("update_ms"),
-            outcome.get("first_loss"),
-            outcome.get("last_loss"),
-            "failed" if "error" in outcome else ("yes" if outcome["trained"] else "NO"),
-        ]
-        for outcome in outcomes
-    ]
-    header = [
-        "method",
-        "peak GiB",
-        "median ms",
-        "min ms",
-        "fwd+bwd ms",
-        "update ms",
-        "first loss",
-        "last",
-        "trained",
-    ]
+    cells, absent = _cells(args, argv)
+    outcomes = run_cells(cells, args.out, timeout=args.cell_timeout, budget=args.budget) + absent
+    header = ["method", "peak GiB", "median ms", "min ms", "busy %", "fwd+bwd ms", "update ms", "first loss"]
+    header += ["last", "trained"]
+    rows = []
+    for outcome in outcomes:
+        keys = ("forward_backward_ms", "update_ms", "first_loss", "last_loss")
+        busy = outcome["busy"] * 100 if "busy" in outcome else None
+        measured = [outcome.get(key) for key in ("peak_gib", "median_ms", "min_ms")]
+        rows.append(
+            [outcome["name"], *measured, busy, *(outcome.get(key) for key in keys), _verdict_of(outcome)]
+        )
     table = markdown_table(header, rows)
     verdict = _verdict(outcomes) if args.device == "cuda" and not args.tiny else ""
     write_report(
         args.out, "step", {"machine": machine_facts(), "cells": outcomes}, f"{table}\n\n{verdict}".strip()
     )
     _plot(outcomes, args.out / "step.png")
-    return 0 if all(outcome.get("trained") for outcome in outcomes) else 1
+    return 0 if all(outcome.get("trained") or "absent" in outcome for outcome in outcomes) else 1
+
+
+def _cells(args: argparse.Namespace, argv: list[str]) -> tuple[list[Cell], list[dict[str, Any]]]:
+    """(what to run, outcomes of what cannot run here: with the reason, and no failure)."""
+    peers = [method for method in METHODS if method not in OURS]
+    methods = [m for asked in args.methods for m in (peers if asked == ALL_PEERS else [asked])]
+    forwarded = argv
+    for option in AXES:
+        forwarded = _without(forwarded, option)
+    cells, absent = [], []
+    several = [len(values) > 1 for values in (args.model, args.seq_len, args.ac)]
+    for model, seq_len, ac, method in itertools.product(args.model, args.seq_len, args.ac, methods):
+        kind, compile_mode, graphed = METHODS[method]
+        axes = [text for text, shown in zip((model, str(seq_len), ac), several) if shown]
+        name = " ".join([method, *axes])
+        reason = missing(kind, args.device) if kind in PEERS else ""
+        if graphed and args.device == "cpu":
+            continue
+        if ac == "memory_budget" and compile_mode != "blocks":
+            reason = "a memory budget is kept by the compiler of the blocks"
+        if reason:
+            print(f"[{name}] absent: {reason}", flush=True)
+            absent.append({"name": name, "method": method, "absent": reason})
+            continue
+        command = [sys.executable, __file__, "--cell", method, "--model", model, "--seq-len", str(seq_len)]
+        cells.append(Cell(name, [*command, "--ac", ac, *forwarded]))
+    return cells, absent
+
+
+def _verdict_of(outcome: dict[str, Any]) -> str:
+    if "absent" in outcome:
+        return f"absent ({outcome['absent']})"
+    return "failed" if "error" in outcome else ("yes" if outcome["trained"] else "NO")
 
 
 def _verdict(outcomes: list[dict[str, Any]]) -> str:
     """The target is for torch.optim's own update: the best way to run it."""
-    arms = [o for o in outcomes if o["name"].startswith("adamw-fused") and o.get("trained")]
+    arms = [
+        o
+        for o in outcomes
+        if o.get("trained") and o["method"].startswith("adamw-fused")
+        if (o["model"], o["seq_len"], o["ac"]) == ("llama3-8b", 512, "none")
+    ]
     if not arms:
-        return "No torch.optim arm finished."
+        return "No torch.optim arm of Llama-3.1-8B at 512 tokens without recomputation finished."
     best = min(arms, key=lambda o: o["median_ms"])
     met = best["median_ms"] <= TARGET_MS and best["peak_gib"] <= TARGET_GIB
     return (
@@ -208,7 +276,7 @@ def _plot(outcomes: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    done = [outcome for outcome in outcomes if "error" not in outcome]
+    done = [outcome for outcome in outcomes if "median_ms" in outcome]
     if not done:
         return
     names = [outcome["name"] for outcome in done]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench import harness, step, sync_quality, synthetic, throughput
+from scripts.bench import harness, observed, ours, peers, step, sync_quality, synthetic, throughput
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--device", "cpu", "--tiny", "--seq-len", "32", "--warmup", "1", "--steps", "8", "--lr", "1e-3"]
@@ -27,6 +27,37 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         cwd="/",
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def test_step_has_a_cell_for_each_choice_and_tells_what_is_absent(tmp_path: Path) -> None:
+    asked = ["--model", "qwen3-8b", "--seq-len", "16", "32", "--methods", "forge-eager"]
+    absent = "galore-eager" if step.missing("galore", "cpu") else "adalomo-eager"
+    done = run_script("step.py", *asked, absent, "--forge-kernel", "portable", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = {cell["name"]: cell for cell in json.loads((tmp_path / "step.json").read_text())["cells"]}
+    assert set(cells) == {f"{arm} {size}" for arm in ("forge-eager", absent) for size in (16, 32)}
+    for size in (16, 32):
+        assert cells[f"{absent} {size}"]["absent"] in (tmp_path / "step.md").read_text()
+        cell = cells[f"forge-eager {size}"]
+        assert cell["trained"] and cell["tokens_per_step"] == size and cell["model"] == "qwen3-8b"
+    with pytest.raises(SystemExit):
+        step.main(["--methods", "some-eager"])
+
+
+def test_a_busy_card_is_counted_once_where_streams_overlap() -> None:
+    assert observed.union_length([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]) == 4.0
+    assert observed.union_length([]) == 0.0
+
+
+@pytest.mark.parametrize("peer", [peer for peer in peers.PEERS if peer not in peers.GPU_ONLY])
+def test_installed_peers_train(peer: str) -> None:
+    if reason := peers.missing(peer, "cpu"):
+        pytest.skip(reason)
+    model = ours.build_llama(tiny=True, seq_len=16, device="cpu")
+    train = ours.TrainStep(model, peers.build_peer(peer, model, lr=1e-3))
+    batch = synthetic.token_pool(512, 1, 16)[0]
+    losses = [float(train(*batch)) for _ in range(4)]
+    assert losses[-1] < losses[0]
 
 
 def test_step_writes_its_report_and_shows_that_the_methods_train(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def busy_time(step: Callable[[], object], steps: int) -> dict[str, Any]:
     """
     if not torch.cuda.is_available():
         return {}
-    from torch.autograd import DeviceType
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     step()  # the profiler's own start falls outside
@@ -32,7 +32,7 @@ def busy_time(step: Callable[[], object], steps: int) -> dict[str, Any]:
         torch.cuda.synchronize()
     intervals: list[tuple[float, float]] = []
     by_name: dict[str, float] = defaultdict(float)
-    for event in profiler.events():
+    for event in profiler.events() or ():
         if event.device_type != DeviceType.CUDA or getattr(event, "is_user_annotation", False):
             continue
         intervals.append((event.time_range.start, event.time_range.end))

@@ -97,8 +97,7 @@ class CapturedStep(Generic[Result]):
     a capture runs nothing. So a captured run computes what the same run without capture does, bit for bit.
 
     launch: device work alone, the same at each call; reads and writes tensors that never move. It must not
-    wait for
-        the device.
+        wait for the device.
     ready: whether nothing but device work is left in it (fp8 states choose their first scales on the host).
     before_capture: frees what `launch` makes anew (gradients), so that the graph finds room.
     around_capture: a context for the capture, which takes seconds.

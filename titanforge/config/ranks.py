@@ -101,14 +101,13 @@ def _check_split_sequences(config: JobConfig) -> None:
         )
     if config.compile.enable:
         _check_compiled_split(config)
-    for path, wanted in (("training.enable_cpu_offload", False),):
-        if schema.get_value(config, path) != wanted:
-            raise refusal(
-                config,
-                path,
-                "is not available with parallelism.tensor_parallel_degree or context_parallel_degree above 1:"
-                f" set it to {show(wanted)}",
-            )
+    if config.training.enable_cpu_offload:
+        raise refusal(
+            config,
+            "training.enable_cpu_offload",
+            "is not available with parallelism.tensor_parallel_degree or context_parallel_degree above 1: set"
+            " it to false",
+        )
 
 
 def _check_compiled_split(config: JobConfig) -> None:

@@ -519,7 +519,7 @@ class Comm:
     train_timeout_seconds: int = 100
     """Collective timeout after that."""
     trace_buf_size: int = 20000
-    """Entries of NCCL's flight recorder; 0: off."""
+    """Entries of the flight recorder for each backend (NCCL, gloo); 0: off."""
     save_traces_folder: str = "comm_traces"
     """Where flight-recorder dumps go, relative to `job.dump_folder`."""
     save_traces_file_prefix: str = "rank_"

@@ -153,13 +153,6 @@ def _check_dobb(config: JobConfig) -> None:
             "Dobb captures whole micro-batches, one after the other: set it to 1, or take"
             ' optimizer.dobb.source = "gradient"',
         )
-    if config.parallelism.expert_parallel_degree > 1:
-        raise refusal(
-            config,
-            "parallelism.expert_parallel_degree",
-            "Dobb sums the second moments of an expert over ranks that all hold it: set it to 1, or take"
-            ' optimizer.dobb.source = "gradient"',
-        )
     if config.training.enable_cpu_offload:
         raise refusal(
             config,
@@ -289,8 +282,6 @@ def _check_sync(config: JobConfig) -> None:
         return
     key = "sync.reduce" if sync.policy == "every_step" else "sync.policy"
     instead = 'sync.reduce = "gradients"' if sync.policy == "every_step" else 'sync.policy = "every_step"'
-    if config.forge.enable:
-        raise refusal(config, key, f"needs forge.enable = false; with fused weights set {instead}")
     if optimizer.implementation != "native":
         raise refusal(
             config,

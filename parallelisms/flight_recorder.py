@@ -1,6 +1,7 @@
 """PyTorch's flight recorder: the last collectives of each rank, written to files when a run fails.
 
-`torchfrtrace`, which comes with PyTorch, reads a folder of them and tells which rank did not join which one.
+`torchfrtrace`, which comes with PyTorch, reads a folder of NCCL's and tells which rank did not join which
+collective. It does not read gloo's (torch 2.13): those are pickled dicts, whose `entries` name each one.
 """
 
 from __future__ import annotations

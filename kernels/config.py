@@ -9,6 +9,7 @@ import os
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -115,15 +116,21 @@ def _tuned() -> dict[str, TileConfig]:
 
 
 def remember_config(key: str, config: TileConfig) -> None:
-    """Add one entry to the cache file. Written aside and renamed, so that a reader never sees half a file."""
-    path = cache_path()
+    """Add one entry to the cache file."""
+    add_entry(cache_path(), key, asdict(config))
+    _tuned.cache_clear()
+
+
+def add_entry(path: Path, key: str, entry: dict[str, Any] | None) -> None:
+    """Put one entry into a JSON file of them. Written aside and renamed, so that a reader never sees half of
+    it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = json.loads(path.read_text()) if path.exists() else {}
-    entries[key] = asdict(config)
+    entries[key] = entry
     aside = path.with_suffix(f".{os.getpid()}.tmp")
     aside.write_text(json.dumps(entries, indent=1, sort_keys=True))
     aside.replace(path)
-    _tuned.cache_clear()
 
 
 def choose_config(

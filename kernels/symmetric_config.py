@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from titanforge.kernels._triton import INTERPRET, cdiv, next_power_of_2
-from titanforge.kernels.config import cache_path, device_name
+from titanforge.kernels.config import add_entry, cache_path, device_name
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,7 @@ def choose_symmetric(m: int, k: int, count: int, device: torch.device) -> Symmet
 def remember_symmetric(
     m: int, k: int, count: int, device: torch.device, best: SymmetricConfig | None
 ) -> None:
-    """Add one entry to the file. Written aside and renamed, so that a reader never sees half of it."""
-    path = tuned_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entries = json.loads(path.read_text()) if path.exists() else {}
-    entries[_key(device_name(device), m, k, count)] = None if best is None else asdict(best)
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    aside.write_text(json.dumps(entries, indent=1, sort_keys=True))
-    aside.replace(path)
+    """Add one entry to the file."""
+    entry = None if best is None else asdict(best)
+    add_entry(tuned_path(), _key(device_name(device), m, k, count), entry)
     _tuned.cache_clear()

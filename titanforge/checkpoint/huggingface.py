@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titanforge.checkpoint.safetensors_format import local_tensor
+from titanforge.checkpoint.safetensors_format import local_tensor, some
 
 INDEX = "model.safetensors.index.json"
 # Files of a tokenizer, copied beside exported weights so that the folder can be used as it is.
@@ -149,7 +149,7 @@ def open_model(path: Path, form: Form) -> TensorFiles:
     extra = sorted(n for n in extra if not any(re.search(pattern, n) for pattern in form.ignored))
     if missing or extra:
         raise ValueError(
-            f"{path} does not fit its config.json. Missing: {_some(missing)}. Left over: {_some(extra)}."
+            f"{path} does not fit its config.json. Missing: {some(missing)}. Left over: {some(extra)}."
         )
     if tied and head in files and not torch.equal(files.tensor(tied), files.tensor(head)):
         raise ValueError(f"{path}: config.json ties the head to the embedding, but {head} is another tensor")
@@ -261,9 +261,3 @@ def write_extras(folder: Path, form: Form, dtype: torch.dtype, assets: Path | No
         assert assets is not None
         if (assets / name).is_file():
             shutil.copyfile(assets / name, folder / name)
-
-
-def _some(names: list[str]) -> str:
-    if not names:
-        return "none"
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -131,8 +131,8 @@ def read_weights(
     unexpected = sorted(set(sources) - set(wanted.values()) - set(tensors) - set(known))
     if missing or unexpected:
         raise ValueError(
-            f"{path} does not fit this model. Missing: {_some(missing)}. Not of this model: "
-            f"{_some(unexpected)}. Names must be titanforge's own (of a Hugging Face model: set "
+            f"{path} does not fit this model. Missing: {some(missing)}. Not of this model: "
+            f"{some(unexpected)}. Names must be titanforge's own (of a Hugging Face model: set "
             "checkpoint.initial_load_in_hf = true); see [model] for the sizes."
         )
     for file in sorted(set(sources.values())):
@@ -156,7 +156,8 @@ def _fill(name: str, tensor: Tensor, opened, source: str) -> None:
         local.copy_(stored[tuple(slice(o, o + n) for o, n in zip(offset, shape))])
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first few names, and how many more there are, for a message."""
     if not names:
         return "none"
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

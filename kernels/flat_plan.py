@@ -52,7 +52,7 @@ class FlatPlan:
         ]
         self._device = self._targets[0].device
         self._rows = max(hyper_rows) + 1
-        self._sizes = [target.shape.numel() for target in self._targets]
+        self._shapes = [target.shape for target in self._targets]
         self._stochastic = any(target.stochastic for target in self._targets)
         lines = [table_row(target, 0, row) for target, row in zip(self._targets, hyper_rows, strict=True)]
         self._lines = torch.tensor(lines, dtype=torch.int64)
@@ -78,7 +78,7 @@ class FlatPlan:
             raise ValueError(f"hyper has {hyper.shape[0]} rows, the plan reads {self._rows}")
         if not all(grad.is_contiguous() for grad in grads):
             grads = [grad.contiguous() for grad in grads]
-        if [grad.numel() for grad in grads] != self._sizes:
+        if [grad.shape for grad in grads] != self._shapes:
             self._refuse(grads)
         for launch in self._launches(grads):
             launch_flat(

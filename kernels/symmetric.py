@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv
 from titanforge.kernels.symmetric_config import SymmetricConfig, candidates, remember_symmetric
 from titanforge.kernels.symmetric_kernel import symmetric_product_kernel
+
+logger = logging.getLogger(__name__)
 
 _GROUP = 8
 """Tiles are walked in squares of this edge, whose operands the cache then holds."""
@@ -106,7 +109,7 @@ def autotune_symmetric(
             time = measure([functools.partial(call, index) for index in range(copies)])
         except Exception as error:
             # Triton raises its own types for shared memory and registers; which, differs between versions.
-            print(f"symmetric product {m}x{k}, {config}: {type(error).__name__}: {error}")
+            logger.warning("symmetric product %dx%d, %s: %s: %s", m, k, config, type(error).__name__, error)
             continue
         timed.append((time, config))
     timed.sort(key=lambda entry: entry[0])

@@ -133,6 +133,7 @@ def test_split_sequences_must_divide_and_what_is_not_shown_with_them_is_refused(
     for argument, key in (
         ("activation_checkpoint.mode=full", "activation_checkpoint.mode"),
         ("activation_checkpoint.selective_ac_option=2", "activation_checkpoint.mode"),
+        ("activation_checkpoint.mode=memory_budget", "activation_checkpoint.mode"),
         ("parallelism.context_parallel_degree=2", "compile.enable"),
         ("model.name=gpt2", "compile.enable"),
     ):

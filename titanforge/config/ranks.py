@@ -120,13 +120,13 @@ def _check_compiled_split(config: JobConfig) -> None:
             "is not available with parallelism.tensor_parallel_degree above 1 for gpt2, whose blocks exchange"
             " rows of their fused weights"
         )
-    elif recompute.mode == "full" or (
+    elif recompute.mode not in ("none", "selective") or (
         recompute.mode == "selective" and recompute.selective_ac_option != "op"
     ):
         raise refusal(
             config,
             "activation_checkpoint.mode",
-            "compiled blocks that parallelism.tensor_parallel_degree splits cannot be recomputed whole: use"
+            "is not available for compiled blocks that parallelism.tensor_parallel_degree splits: use"
             ' "selective" with selective_ac_option = "op", or set compile.enable = false',
         )
     else:

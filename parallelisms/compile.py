@@ -14,16 +14,18 @@ NOT_PARTITIONING = ("eager", "aot_eager")
 """Backends of torch.compile that keep whatever autograd would."""
 
 
-def apply_compile(model: nn.Module, backend: str = "inductor", memory_budget: float | None = None) -> int:
+def apply_compile(
+    model: nn.Module,
+    backend: str = "inductor",
+    memory_budget: float | None = None,
+    recompute_outside: bool = False,
+) -> int:
     """Compile every block of ``model.layers`` in place; returns how many.
 
     Blocks of one shape share their compiled code (torch guards on structure, not on the instance), so
     compile time does not grow with depth. ``fullgraph`` turns a graph break into an error: a break
-    inside a block would silently cost most of the gain. Call it after activation checkpointing and before
-    ``apply_fsdp`` (whose hooks stay outside).
-
-    In a block that is recomputed whole the forward is compiled inside of the recomputation. The other way
-    round the compiler decides what to keep, and keeps what comes out of an autograd function of our own.
+    inside a block would silently cost most of the gain. Call it after activation checkpointing (its
+    recomputation is then part of the graph) and before ``apply_fsdp`` (whose hooks stay outside).
 
     Of a block that exchanges tokens with other ranks (``exchanges_tokens``, see ``expert_parallel``) the
     attention alone is compiled: how many rows come is data, which the host reads.
@@ -32,6 +34,9 @@ def apply_compile(model: nn.Module, backend: str = "inductor", memory_budget: fl
     dropped to get there is recomputed in backward, the cheapest first. Just below 1 these are what lies
     between the matrix products (the norms' outputs, the product that feeds the feed-forward's last matrix),
     at the cost of a few elementwise kernels. None: keep what is best for speed.
+    recompute_outside: compile the forward of a block that is recomputed whole, and leave the recomputation
+    around it. Else the compiler decides what to keep, and keeps what comes out of an autograd function of our
+    own. Not for blocks whose forward does other things when it is run again (``Dobb``'s capture).
 
     Raises ValueError for a budget out of its range, or a backend that has no choice of what to keep.
     """
@@ -44,7 +49,7 @@ def apply_compile(model: nn.Module, backend: str = "inductor", memory_budget: fl
         whole = not any(hasattr(module, "exchanges_tokens") for module in block.modules())
         part = block if whole else block.get_submodule("attention")
         inner = getattr(type(part), "recomputed_forward", None)
-        if inner is None:
+        if inner is None or not recompute_outside:
             part.compile(backend=compiler, fullgraph=True)
         else:
             part.__dict__["compiled_forward"] = _compiled(inner, compiler)

@@ -129,13 +129,15 @@ class Runtime:
             raise error
         raise PeerFailure(f"rank {failed_rank} failed while {doing}: {messages[failed_rank]}")
 
-    def failed(self, error: BaseException) -> str | None:
+    def failed(self, error: BaseException, traces: bool = True) -> str | None:
         """Call it with what ends this rank: writes the flight recorder's files and tells the other ranks.
 
+        traces: False where nothing is to be written, for the folder may be another run's.
         Returns who is to blame, for an error that says no more than that a collective failed.
         """
-        with contextlib.suppress(OSError):
-            self.dump_traces()
+        if traces:
+            with contextlib.suppress(OSError):
+                self.dump_traces()
         return None if self.watch is None else self.watch.failed(error)
 
     def dump_traces(self) -> None:

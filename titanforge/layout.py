@@ -263,7 +263,9 @@ def parallelize(
     apply_activation_checkpoint(model, checkpointing.mode, checkpointing.selective_ac_option, replay_random)
     if config.compile.enable and "model" in config.compile.components:
         budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else None
-        apply_compile(model, config.compile.backend, budget)
+        # Dobb captures in the first forward alone, which the compiler must see beside the second.
+        outside = config.forge.enable and rule_name(config.optimizer.name) != "dobb"
+        apply_compile(model, config.compile.backend, budget, recompute_outside=outside)
     head = model.output  # None on a rank without the last stage
     if config.compile.enable and "loss" in config.compile.components and isinstance(head, nn.Module):
         head.compile(backend=config.compile.backend, fullgraph=True)

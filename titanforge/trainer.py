@@ -65,7 +65,10 @@ class Trainer:
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends; who is to blame for a failed collective becomes a note."""
-        if hasattr(self, "runtime") and (blame := self.runtime.failed(error)):
+        if not hasattr(self, "runtime"):
+            return
+        refused = isinstance(error, ConfigError)  # perhaps because the folder is another run's
+        if blame := self.runtime.failed(error, traces=not refused):
             error.add_note(blame)
 
     def _where(self) -> tuple[int, str]:

@@ -80,7 +80,7 @@ def bad_loss_on_one_rank(world: World, layout: Layout) -> None:
     before = run.weights() | run.states()
     forward = run.model.forward
     factor = float("inf") if world.rank == 1 or layout.tp > 1 else 1.0
-    run.model.forward = lambda *inputs: forward(*inputs) * factor
+    run.model.forward = lambda *inputs, **named: forward(*inputs, **named) * factor
     run.step(2)
     assert tensors_apart(before, run.weights() | run.states()) == 0.0
     run.model.forward = forward

@@ -60,7 +60,12 @@ def run_method(args: argparse.Namespace) -> dict[str, Any]:
 
     longest = max(args.seq_len, args.proof_len)
     model: Any = build_llama(
-        tiny=args.tiny, seq_len=longest, device=args.device, ac=args.ac, compile_mode=args.compile_mode
+        tiny=args.tiny,
+        seq_len=longest,
+        device=args.device,
+        ac=args.ac,
+        compile_mode=args.compile_mode,
+        fused=args.cell.startswith("forge"),
     )
     update: Any = build_update(args.cell, model, lr=args.lr, max_norm=0.0)
     step = TrainStep(model, update)

@@ -79,9 +79,13 @@ def build_shape(
     device: str,
     ac: str = "none",
     compile_mode: CompileMode = "none",
+    fused: bool = False,
     seed: int = 0,
 ) -> nn.Module:
-    """One of `SHAPES` (or its toy) with bf16 weights, initialised, ready for `loss.backward()`."""
+    """One of `SHAPES` (or its toy) with bf16 weights, initialised, ready for `loss.backward()`.
+
+    fused: its update will run in backward; then blocks are recomputed and compiled as the trainer does it.
+    """
     family, flavor, toy = SHAPES[shape]
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -98,7 +102,8 @@ def build_shape(
         torch.set_default_dtype(previous)
     apply_activation_checkpoint(model, ac)
     if compile_mode == "blocks":
-        apply_compile(model, memory_budget=MEMORY_BUDGET if ac == "memory_budget" else None)
+        budget = MEMORY_BUDGET if ac == "memory_budget" else None
+        apply_compile(model, memory_budget=budget, recompute_outside=fused)
         model.output.compile()  # the loss: what `compile.components` has beside "model"
     model.to_empty(device=device)
     initialize_weights(model, seed)

@@ -106,7 +106,13 @@ def run_method(args: argparse.Namespace) -> dict[str, Any]:
     (shape,), (seq_len,), (ac,) = args.model, args.seq_len, args.ac
     on_gpu = args.device == "cuda"
     model: Any = build_shape(
-        shape, tiny=args.tiny, seq_len=seq_len, device=args.device, ac=ac, compile_mode=compile_mode
+        shape,
+        tiny=args.tiny,
+        seq_len=seq_len,
+        device=args.device,
+        ac=ac,
+        compile_mode=compile_mode,
+        fused=kind.startswith("forge"),
     )
     if kind in PEERS:
         update: Any = build_peer(kind, model, args.lr)

@@ -3,23 +3,25 @@
     python scripts/bench/sync_quality.py --size small --steps 300          # threads of one CPU process
     python scripts/bench/sync_quality.py --size gpt --steps 800            # one replica for each GPU, NCCL
     python scripts/bench/sync_quality.py --size gpt --mode threads --replicas 4   # all on one GPU
+    python scripts/bench/sync_quality.py --thresholds --cell far policy=scheduled interval=100
 
-Cells: every step, CurvaDion's RMMC at several thresholds, and schedules with the sync rates that these came
-to. `processes` are whole runs of train.py, a replica each on its own GPU (or CPU process); `threads` are
-replicas inside one process, with the same policies and optimizers around a bare training loop: as many as
-wanted on one device, nothing to be learnt about time. A cell that is done is not run again, one that takes
-longer than --cell-seconds is stopped and called unfinished. Writes cells/*.json, results.json, results.md and
-results.png.
+Cells: every step, those of `--cell`, CurvaDion's RMMC at several thresholds, each followed by the schedule
+with the sync rate that it came to. `processes` are whole runs of train.py, a replica each on its own GPU (or
+CPU process); `threads` are replicas inside one process, with the same policies and optimizers around a bare
+training loop: as many as wanted on one device, nothing to be learnt about time. A cell that is done is not
+run again. One that takes longer than --cell-seconds, or goes on at the end of --seconds, is stopped and
+called unfinished; none is begun that would not end in time if it took as long as the longest so far. Writes
+cells/*.json, after each of them results.json and results.md, and at the end results.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.bench import sync_report  # noqa: E402
 from scripts.bench.sync_threads import VALIDATION_SEQUENCES, late, train_threads  # noqa: E402
+from titanforge.config.sections import Sync  # noqa: E402
 
 SIZES: dict[str, dict[str, Any]] = {
     # Flavor and the keys that change it; sequences of a replica and step, their length, peak rate.
@@ -62,36 +65,89 @@ def local_keys(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cells(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """`[sync]` of each cell that is known beforehand."""
+    """`[sync]` of each cell that is known beforehand, in the order of their turns."""
     local = local_keys(options)
+    named = {
+        name: ({} if keys.get("policy") == "every_step" else local) | keys
+        for name, keys in map(cell_of, options.cell)
+    }
     return {
         "every_step": {"policy": "every_step"},
+        **named,
         **{f"rmmc {tau}": {"policy": "rmmc", "threshold": tau, **local} for tau in options.thresholds},
         **{f"scheduled {h}": {"policy": "scheduled", "interval": h, **local} for h in options.intervals},
     }
 
 
-def matched(results: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """A schedule for each sync rate, after the warm-up, that an rmmc cell of `--match` came to."""
-    found = {}
-    for result in results:
-        if result["sync"].get("threshold") not in options.match or not result["finished"]:
-            continue
-        later = [step for step, *_ in result["syncs"] if step >= options.warmup]
-        interval = max(1, round((options.steps - options.warmup) / max(len(later), 1)))
-        if interval > 1:  # a schedule of one is every_step on states
-            sync = {"policy": "scheduled", "interval": interval, **local_keys(options)}
-            found[f"scheduled {interval}"] = sync
-    return found
+def cell_of(words: list[str]) -> tuple[str, dict[str, Any]]:
+    """NAME KEY=VALUE ... of `--cell`; values as in JSON, text without quotes."""
+    name, keys = words[0], {}
+    for word in words[1:]:
+        key, found, value = word.partition("=")
+        if not found or key not in Sync.__dataclass_fields__:
+            raise SystemExit(f"--cell {name}: {word!r} is no KEY=VALUE of [sync]")
+        try:
+            keys[key] = json.loads(value)
+        except json.JSONDecodeError:
+            keys[key] = value
+    return name, keys
 
 
-def fitting_steps(options: argparse.Namespace) -> int:
+def matched(result: dict[str, Any], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The schedule with the sync rate, after the warm-up, that an rmmc cell of `--match` came to."""
+    if result["sync"].get("threshold") not in options.match or not result["finished"]:
+        return {}
+    later = [step for step, *_ in result["syncs"] if step >= options.warmup]
+    interval = max(1, round((options.steps - options.warmup) / max(len(later), 1)))
+    if interval == 1:  # every_step on states
+        return {}
+    sync = {key: value for key, value in result["sync"].items() if key not in ("threshold", "max_interval")}
+    return {f"scheduled {interval}": sync | {"policy": "scheduled", "interval": interval}}
+
+
+Train = Callable[[str, dict[str, Any], argparse.Namespace, float], None]
+"""Trains a cell for at most so many seconds, and stores what came of it."""
+
+
+def fitting_steps(options: argparse.Namespace, train: Train) -> int:
     """Steps that a cell of every_step takes in `--fit` seconds, by a short one; at most `--steps`."""
     probe = argparse.Namespace(**vars(options) | {"steps": 30})
-    run({"probe": {"policy": "every_step"}}, probe, math.inf)
-    found = done("probe", probe)
+    if not (found := done("probe", probe)):
+        train("probe", {"policy": "every_step"}, probe, options.cell_seconds)
+        found = done("probe", probe)
     assert found is not None
     return max(30, min(options.steps, int(options.fit / found["step_seconds"])))
+
+
+def go_through(options: argparse.Namespace, train: Train) -> None:
+    """All cells that are not done, as time allows, with a report after each."""
+    end, longest = time.monotonic() + options.seconds, 0.0
+    results: list[dict[str, Any]] = []
+    options.seed = options.seeds[0]
+    if options.fit:
+        options.steps = fitting_steps(options, train)
+    for seed in options.seeds:
+        options.seed = seed
+        waiting, begun = cells(options), set()
+        while waiting:
+            name, sync = next(iter(waiting.items()))
+            del waiting[name]
+            begun.add(name)
+            found, begin = done(name, options), time.monotonic()
+            if not (found and found["finished"]) and end - begin > longest:
+                train(name, sync, options, min(end - begin, options.cell_seconds))
+                found = done(name, options)
+                longest = max(longest, time.monotonic() - begin)
+            if found:
+                results.append(found)
+                sync_report.write(results, options.output)
+                new = matched(found, options)
+                waiting = {n: s for n, s in new.items() if n not in begun} | waiting
+    if results:
+        sync_report.draw(results, options.output / "results.png")
+        print((options.output / "results.md").read_text())
+    else:
+        print("no cell was run")
 
 
 # ---------------------------------------------------------------- processes
@@ -138,10 +194,46 @@ def arguments(folder: Path, options: argparse.Namespace, sync: dict[str, Any]) -
     ]
 
 
-def train_process(
-    rank: int, port: int, options: argparse.Namespace, waiting: dict[str, dict[str, Any]]
+def train_process(rank: int, port: int, options: argparse.Namespace) -> None:
+    """One replica of all cells, one after the other, in one process group; the first says which come."""
+    import signal
+
+    import torch.distributed as dist
+
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.replicas),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    # For the moments before and after a run, which has a handler of its own.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    if options.device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+
+    def say(told: Any = None) -> Any:
+        box = [told]
+        dist.broadcast_object_list(box, device=torch.device("cpu"))
+        return box[0]
+
+    def train(*cell: Any) -> None:
+        say(cell)
+        train_cell(rank, *cell)
+
+    if rank == 0:
+        go_through(options, train)
+        say()
+    else:
+        while cell := say():
+            train_cell(rank, *cell)
+    dist.destroy_process_group()
+
+
+def train_cell(
+    rank: int, name: str, sync: dict[str, Any], options: argparse.Namespace, seconds: float
 ) -> None:
-    """One replica of all cells, one after the other, in one process group."""
+    """This replica's part of a run of train.py."""
     import contextlib
     import io
     import shutil
@@ -150,34 +242,23 @@ def train_process(
 
     import torch.distributed as dist
 
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.replicas),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    from titanforge.interruption import EXIT_INTERRUPTED
+    from titanforge.interruption import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NONFINITE
     from train import main as train
 
-    if options.device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
-    for name, sync in waiting.items():
-        folder, begin = options.output / "runs" / cell_file(name, options).stem, time.monotonic()
-        limit = threading.Timer(options.cell_seconds, os.kill, (os.getpid(), signal.SIGTERM))
-        limit.daemon = True
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was cut off
-            limit.start()
-        dist.barrier()
-        with contextlib.redirect_stdout(io.StringIO()):
-            code = train(arguments(folder, options, sync))
-        limit.cancel()
-        if code not in (0, EXIT_INTERRUPTED):
-            raise SystemExit(f"a cell ended with {code}: {name}")
-        if rank == 0:
-            store(name, sync, options, read_run(folder, options.steps), time.monotonic() - begin)
-    dist.destroy_process_group()
+    folder, begin = options.output / "runs" / cell_file(name, options).stem, time.monotonic()
+    limit = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+    limit.daemon = True
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was cut off
+        limit.start()
+    dist.barrier()
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = train(arguments(folder, options, sync))
+    limit.cancel()
+    if code not in (EXIT_DONE, EXIT_INTERRUPTED, EXIT_NONFINITE):
+        raise SystemExit(f"a cell ended with {code}: {name}")
+    if rank == 0:
+        store(name, sync, options, read_run(folder, options.steps), time.monotonic() - begin)
 
 
 def read_run(folder: Path, steps: int) -> dict[str, Any]:
@@ -200,7 +281,7 @@ def read_run(folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def train_processes(waiting: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+def train_processes(options: argparse.Namespace) -> None:
     import socket
 
     from torch.multiprocessing.spawn import spawn
@@ -208,7 +289,7 @@ def train_processes(waiting: dict[str, dict[str, Any]], options: argparse.Namesp
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    spawn(train_process, args=(port, options, waiting), nprocs=options.replicas)
+    spawn(train_process, args=(port, options), nprocs=options.replicas)
 
 
 # ---------------------------------------------------------------- all of it
@@ -242,30 +323,15 @@ def done(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
     return stored if stored.get("settings") == settings_of(options) else None
 
 
-def run(waiting: dict[str, dict[str, Any]], options: argparse.Namespace, end: float) -> list[dict[str, Any]]:
-    """Run the cells that have not finished before; the results of those that have one then."""
-    missing = {n: s for n, s in waiting.items() if not (found := done(n, options)) or not found["finished"]}
-    if options.mode == "processes":
-        # Whole cells that fit by their limit, as nobody can look at the clock for all processes in between.
-        count = (
-            int(max(0.0, end - time.monotonic()) // options.cell_seconds)
-            if options.seconds < 1e9
-            else len(missing)
-        )
-        chosen = dict(list(missing.items())[: max(count, 0)])
-        if chosen:
-            train_processes(chosen, options)
-    else:
-        for name, sync in missing.items():
-            if time.monotonic() < end:
-                begin = time.monotonic()
-                result = train_threads(SIZES[options.size], sync, options)
-                store(name, sync, options, result, time.monotonic() - begin)
-    return [found for name in waiting if (found := done(name, options))]
+def train_here(name: str, sync: dict[str, Any], options: argparse.Namespace, seconds: float) -> None:
+    begin = time.monotonic()
+    limited = argparse.Namespace(**vars(options) | {"cell_seconds": seconds})
+    result = train_threads(SIZES[options.size], sync, limited)
+    store(name, sync, options, result, time.monotonic() - begin)
 
 
 _NOT_SETTINGS = (
-    "output", "fit", "cell_seconds", "seconds", "thresholds", "intervals", "match", "seed", "seeds",
+    "output", "fit", "cell_seconds", "seconds", "thresholds", "intervals", "cell", "match", "seed", "seeds",
 )  # fmt: skip
 
 
@@ -279,6 +345,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--batch", type=int, help="sequences of a replica and step")
     found.add_argument("--thresholds", type=float, nargs="*", default=[0.1, 0.3, 0.5, 0.7])
     found.add_argument("--intervals", type=int, nargs="*", default=[])
+    found.add_argument(
+        "--cell", nargs="+", action="append", default=[], metavar=("NAME", "KEY=VALUE"),
+        help="one more cell, with these keys of [sync] beside those of all; may be repeated",
+    )  # fmt: skip
     found.add_argument(
         "--match", type=float, nargs="*", default=[0.1, 0.3, 0.5, 0.7],
         help="thresholds whose sync rate a schedule is to have",
@@ -312,20 +382,10 @@ def main(argv: list[str]) -> int:
     if options.mode == "threads" and options.device == "cpu":
         torch.set_num_threads(1)
     options.output.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + options.seconds
-    results: list[dict[str, Any]] = []
-    options.seed = options.seeds[0]
-    if options.fit:
-        options.steps = fitting_steps(options)
-    for seed in options.seeds:
-        options.seed = seed
-        known = run(cells(options), options, end)
-        names = {result["cell"] for result in known}
-        waiting = {name: sync for name, sync in matched(known, options).items() if name not in names}
-        results += known + run(waiting, options, end)
-        if results:
-            sync_report.write(results, options.output)
-    print((options.output / "results.md").read_text() if results else "no cell was run")
+    if options.mode == "processes":
+        train_processes(options)
+    else:
+        go_through(options, train_here)
     return 0
 
 

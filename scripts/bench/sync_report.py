@@ -58,13 +58,12 @@ def line(result: dict[str, Any]) -> str:
 
 
 def write(results: list[dict[str, Any]], folder: Path) -> None:
-    """results.json (all of it but the curves), results.md, results.png."""
-    base = {result["seed"]: result for result in results if result["sync"]["policy"] == "every_step"}
+    """results.json (all of it but the curves) and results.md."""
+    base = {result["seed"]: result for result in results if result["cell"] == "every_step"}
     rows = [summary(result, base.get(result["seed"])) for result in results]
     settings = results[0]["settings"] if results else {}
     (folder / "results.json").write_text(json.dumps({"settings": settings, "cells": rows}, indent=1) + "\n")
     (folder / "results.md").write_text(markdown(rows, settings))
-    draw(results, folder / "results.png")
 
 
 def markdown(rows: list[dict[str, Any]], settings: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Run a test function on several real processes, and train.py under torchrun.
 
 ``run_distributed`` starts ``world_size`` processes, joins them in one gloo group, and runs a
-module-level function on each. What the ranks print goes to a file per rank; when a rank fails, the
+module-level function on each. They are forked from a server that has imported torch and the trainer once, for
+those imports cost a process seconds. What the ranks print goes to a file per rank; when a rank fails, the
 first failing rank's traceback and log become the message of one exception and the others are killed,
 so a rank that waits in a collective for a dead peer never costs the whole timeout.
 """
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+PRELOADED = ["tests.rank_imports"]
 
 
 class RankFailure(AssertionError):
@@ -50,7 +52,7 @@ def _rank_main(
     rank: int,
     world_size: int,
     folder: str,
-    port: int,
+    environment: Mapping[str, str],
     backend: str | None,
     timeout: float,
     fn: Callable,
@@ -59,8 +61,9 @@ def _rank_main(
     log = os.open(os.path.join(folder, f"log_{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.environ.clear()  # a fork server has the one it was started with
+    os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         import torch
         import torch.distributed as dist
@@ -95,6 +98,18 @@ def _rank_main(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _start_method() -> Any:
+    """Where processes come from: a server that has imported everything, or from nothing where there is a GPU,
+    which no process can use whose parent has looked for one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def _first_failure(folder: str, processes: Sequence[Any]) -> tuple[int, str, str] | None:
@@ -136,17 +151,19 @@ def run_distributed(
     Raises:
         RankFailure: with the traceback and the log of the first rank that failed.
     """
-    context = multiprocessing.get_context("spawn")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    context = _start_method()
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         saved = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the children, read when they import torch
+        os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the children, read when torch is imported
         try:
             processes = [
                 context.Process(
-                    target=_rank_main, args=(rank, world_size, folder, port, backend, timeout, fn, args)
+                    target=_rank_main,
+                    args=(rank, world_size, folder, environment, backend, timeout, fn, args),
                 )
                 for rank in range(world_size)
             ]

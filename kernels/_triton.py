@@ -49,6 +49,24 @@ def constant(value: Any) -> Any:
     return tl.constexpr(value) if HAS_TRITON and not INTERPRET else value
 
 
+def _capability() -> tuple[int, int]:
+    """Of the current GPU. Without one, kernels are compiled for Hopper."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+
+
+_capability.__triton_builtin__ = True  # may be called while a kernel is compiled
+
+
+def _compile_time(function: Any) -> Any:
+    return triton.constexpr_function(function) if HAS_TRITON and not INTERPRET else function
+
+
+@_compile_time
+def converts_fp8() -> Any:
+    """Whether the GPU converts fp8 itself: from sm_89 on."""
+    return _capability() >= (8, 9)
+
+
 def cdiv(a: int, b: int) -> int:
     """Ceiling of a / b for non-negative a."""
     return -(-a // b)

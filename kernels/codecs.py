@@ -16,8 +16,9 @@ Every tensor is seen as a matrix of rows and columns (`matrix_view`), columns ru
 kept. Round to nearest has a dead zone: an average whose relative step 1 - beta is below half a code never
 moves by itself (only with the scale of its block), which the random form does not have.
 
-Blocks. With a the largest magnitude of a block, the scale is s = a / 127 (or a / 255) and q = round(x / s);
-one re-encoding is off by at most s/2, so that an average with decay beta is off by at most s / (2 (1 - beta))
+Blocks. With a the largest magnitude of a block, the scale is s = a (1 / 127) (or a (1 / 255)) and
+q = round(x (127 / a)), each in fp32 and the last rounded once, as a fused multiply-add does: an instruction a
+code. One re-encoding is off by at most s/2, so that an average with decay beta is off by at most s / (2 (1 - beta))
 (FORGE, Appendix B; s the largest scale met). a is floored at 1e-30, so that an all-zero block has a finite
 scale and codes of zero. The last block of a row may be narrower.
 
@@ -60,7 +61,10 @@ KIND, PLAIN, BLOCKWISE, TENSORWISE = 3, 0, 1, 2
 FORM, FORM_UNIT = 12, 4
 ROOT, FLOORED, STOCHASTIC = 16, 32, 64
 
-_ROUND = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds fp32 below 2^22 to nearest even
+
+def inverse(levels: float) -> float:
+    """1 / levels as fp32: what makes a block's scale of its largest magnitude."""
+    return torch.tensor(1.0 / levels, dtype=torch.float32).item()
 
 
 @dataclass(frozen=True)
@@ -269,8 +273,9 @@ def encode_(
 
 
 def exact_sqrt(x: Tensor) -> Tensor:
-    """The correctly rounded root of fp32, as kernels compute it: torch's own on CPU is a unit off in
-    places.
+    """The correctly rounded root of fp32, as interpreted kernels compute it: torch's own on CPU is a unit off
+    in places. Compiled kernels take the GPU's approximate root, which the update needs anyway: one code in
+    some 100,000 is the next one there.
     """
     return torch.sqrt(x.to(torch.float64)).to(torch.float32)
 
@@ -286,12 +291,13 @@ def _encode_blocks_(x: Tensor, codec: Codec, meta: Tensor, bits: Tensor) -> Tens
     columns = x.shape[1]
     blocks = _blocks(x)
     absmax = blocks.abs().amax(2).clamp_min(SMALLEST_ABSMAX)
-    meta.copy_(absmax / codec.levels)
-    y = blocks * (codec.levels / absmax).unsqueeze(-1)
+    meta.copy_(absmax * inverse(codec.levels))
+    factor = (codec.levels / absmax).unsqueeze(-1)
     if codec.stochastic:
-        q = torch.floor(y + _blocks(bits.to(torch.float32) * 2.0**-16))
+        q = torch.floor(blocks * factor + _blocks(bits.to(torch.float32) * 2.0**-16))
     else:
-        q = (y + _ROUND) - _ROUND
+        # Rounded once, as a fused multiply-add does: the product is exact in float64.
+        q = torch.round(blocks.to(torch.float64) * factor.to(torch.float64))
     q = q.clamp(1.0 if codec.floored else -codec.levels, codec.levels)
     return q.flatten(1)[:, :columns].to(codec.dtype)
 

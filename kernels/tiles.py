@@ -12,12 +12,15 @@ its block scales (`scale_base`, `scale_off` [R, C // 64]), masks, and the coordi
 from __future__ import annotations
 
 from titanforge.kernels import codecs
-from titanforge.kernels._triton import INTERPRET, constant, jit, tl
+from titanforge.kernels._triton import INTERPRET, constant, converts_fp8, jit, tl
 from titanforge.kernels.philox import random_words
 
 INTERPRETED = constant(INTERPRET)
 ABSMAX_FLOOR = constant(codecs.SMALLEST_ABSMAX)
 ROUND_TO_INTEGER = constant(12582912.0)  # 1.5 * 2^23
+ROUND_DOUBLE_TO_INTEGER = constant(6755399441055744.0)  # 1.5 * 2^52
+LIFT = constant(8388608.0)  # 2^23
+INVERSE_127, INVERSE_255 = constant(codecs.inverse(127.0)), constant(codecs.inverse(255.0))
 LARGEST = constant(3.4028234663852886e38)
 
 KIND, BLOCKWISE, TENSORWISE = constant(codecs.KIND), constant(codecs.BLOCKWISE), constant(codecs.TENSORWISE)
@@ -67,20 +70,69 @@ def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 @jit
+def convert_fp8(codes, FORM5: tl.constexpr):
+    """uint8 fp8 codes to fp32, two by two in hardware. FORM5: e5m2, not e4m3."""
+    if FORM5:
+        asm: tl.constexpr = """{ .reg .b16 a, b; mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e5m2x2 $0, a; cvt.rn.f16x2.e5m2x2 $1, b; }"""
+    else:
+        asm: tl.constexpr = """{ .reg .b16 a, b; mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"""
+    half = tl.inline_asm_elementwise(asm, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+    return half.to(tl.float32)
+
+
+@jit
 def decode_codes(codes, CODEC: tl.constexpr):
-    """fp32 of stored codes, before any scale."""
+    """Stored codes as fp32 that `scaled` takes: of a square's root lifted by 2^23, else the codes' values."""
     if (CODEC & KIND) == BLOCKWISE:
         # An integer below 2^22 added to the bits of 1.5 * 2^23 is added to its value: full rate, where a
         # conversion of integers is not.
-        bits = codes.to(tl.int32) + 0x4B400000
-        x = bits.to(tl.float32, bitcast=True) - ROUND_TO_INTEGER
-    elif (CODEC & KIND) == TENSORWISE:
-        if (CODEC & FORM) == 0:
-            x = decode_fp8(codes, 3, 7)
+        if CODEC & ROOT:
+            x = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
         else:
-            x = decode_fp8(codes, 2, 15)
+            if INTERPRETED or (CODEC & FORM) != 0:
+                bits = codes.to(tl.int32) + 0x4B400000
+            else:
+                # A product of bytes with one that is 1 takes a signed byte out and adds at once.
+                bits = tl.inline_asm_elementwise(
+                    """dp4a.s32.s32 $0, $4, 1, 0x4B400000; dp4a.s32.s32 $1, $4, 0x100, 0x4B400000;
+                    dp4a.s32.s32 $2, $4, 0x10000, 0x4B400000; dp4a.s32.s32 $3, $4, 0x1000000, 0x4B400000;""",
+                    "=r,=r,=r,=r,r", [codes], dtype=tl.int32, is_pure=True, pack=4,
+                )  # fmt: skip
+            x = bits.to(tl.float32, bitcast=True) - ROUND_TO_INTEGER
+    elif (CODEC & KIND) == TENSORWISE:
+        if INTERPRETED or not converts_fp8():
+            if (CODEC & FORM) == 0:
+                x = decode_fp8(codes, 3, 7)
+            else:
+                x = decode_fp8(codes, 2, 15)
+        else:
+            x = convert_fp8(codes, (CODEC & FORM) != 0)
+    elif (CODEC & FORM) == FORM_UNIT and not INTERPRETED:
+        # Left to itself the compiler takes two instructions for the upper one of two.
+        x = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [codes], dtype=tl.int32,
+            is_pure=True, pack=2,
+        ).to(tl.float32, bitcast=True)  # fmt: skip
     else:
         x = codes.to(tl.float32)
+    return x
+
+
+@jit
+def scaled(x, scale, CODEC: tl.constexpr):
+    """What a scaled codec stands for: `decode_codes` times the scale, squared for a root."""
+    if (CODEC & KIND) == BLOCKWISE and (CODEC & ROOT) != 0:
+        if INTERPRETED:
+            x = (x - LIFT) * scale
+        else:
+            # Exact before its one rounding, for 2^23 times the scale is a number: (2^23 + q) s - 2^23 s.
+            x = tl.fma(x, scale, -(scale * LIFT))
+    else:
+        x = x * scale
+    if CODEC & ROOT:
+        x = x * x
     return x
 
 
@@ -103,11 +155,10 @@ def decode_tile(
         scale = load(meta_ptr + scale_base + scale_off, scale_mask, MASKED)
         rows: tl.constexpr = x.shape[0]
         columns: tl.constexpr = x.shape[1]
-        x = tl.reshape(tl.reshape(x, (rows, columns // 64, 64)) * scale[:, :, None], (rows, columns))
+        blocks = scaled(tl.reshape(x, (rows, columns // 64, 64)), scale[:, :, None], CODEC)
+        x = tl.reshape(blocks, (rows, columns))
     elif (CODEC & KIND) == TENSORWISE:
-        x = x * tl.load(meta_ptr)
-    if CODEC & ROOT:
-        x = x * x
+        x = scaled(x, tl.load(meta_ptr), CODEC)
     return x
 
 
@@ -153,19 +204,31 @@ def plain_codes(x, lane, CODEC: tl.constexpr):
 
 @jit
 def root(x):
-    """The root of fp32 x >= 0, correctly rounded from 2^-100 to 2^126, a unit off below: the reciprocal root
-    and a step of Newton's, which is `sqrt_rn` without its call for other ranges.
+    """The root of fp32 x >= 0, approximate where compiled, the same in every form of a kernel. Epilogues take
+    it of a second moment themselves, so that it comes free.
     """
     if INTERPRETED:
         return tl.sqrt_rn(x)
     else:
+        return tl.sqrt(x)
+
+
+@jit
+def quotient(a, b):
+    """a / b correctly rounded, for constant a and b from 2^-100 to 2^127, without `div_rn`'s call for other
+    ranges: the approximate reciprocal, a step of Newton's, and the remainder.
+    """
+    if INTERPRETED:
+        return tl.div_rn(a, b)
+    else:
+        # By a quarter, or the reciprocal of the largest b would be no normal number.
+        b = b * 0.25
         inverse = tl.inline_asm_elementwise(
-            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1
         )
-        s = x * inverse
-        s = tl.fma(tl.fma(-s, s, x), inverse * 0.5, s)
-        # Of 0 the reciprocal is infinite; what is no magnitude stays what it is.
-        return tl.where(x >= 1.1754943508222875e-38, s, x)
+        inverse = tl.fma(tl.fma(-b, inverse, 1.0), inverse, inverse)
+        q = a * 0.25 * inverse
+        return tl.fma(tl.fma(-b, q, a * 0.25), inverse, q)
 
 
 @jit
@@ -175,25 +238,35 @@ def block_scales(absmax, CODEC: tl.constexpr):
     """
     absmax = tl.maximum(absmax, ABSMAX_FLOOR)
     if (CODEC & FORM) == 0:
-        levels = tl.where(absmax > 0, 127.0, 127.0)
+        return quotient(tl.where(absmax > 0, 127.0, 127.0), absmax), absmax * INVERSE_127
     else:
-        levels = tl.where(absmax > 0, 255.0, 255.0)
-    return tl.div_rn(levels, absmax), tl.div_rn(absmax, levels)
+        return quotient(tl.where(absmax > 0, 255.0, 255.0), absmax), absmax * INVERSE_255
 
 
 @jit
-def block_codes(y, lane, CODEC: tl.constexpr):
-    """Codes of a block codec for fp32 `y` = x * factor."""
+def block_codes(x, factor, lane, CODEC: tl.constexpr):
+    """Codes of a block codec for fp32 x under the factor of its block, |x * factor| at most its levels."""
     if (CODEC & FORM) == 0:
         lowest: tl.constexpr = -127.0
         levels: tl.constexpr = 127.0
     else:
         lowest: tl.constexpr = 1.0
         levels: tl.constexpr = 255.0
+    # The low byte of 1.5 * 2^23 + q is q in two's complement.
     if CODEC & RANDOM:
-        y = tl.floor(y + lane.to(tl.float32) * 1.52587890625e-05)
-    # Clamping to integers and rounding commute. The low byte of 1.5 * 2^23 + q is q in two's complement.
-    q = tl.minimum(tl.maximum(y, lowest), levels) + ROUND_TO_INTEGER
+        y = tl.floor(x * factor + lane.to(tl.float32) * 1.52587890625e-05)
+        q = tl.minimum(tl.maximum(y, lowest), levels) + ROUND_TO_INTEGER
+    else:
+        # The largest x * factor is the levels up to a rounding: nearest needs no clamp there.
+        if INTERPRETED:
+            # In float64 the product is exact, as it is inside of a fused multiply-add.
+            y = x.to(tl.float64) * factor.to(tl.float64)
+            y = (y + ROUND_DOUBLE_TO_INTEGER) - ROUND_DOUBLE_TO_INTEGER
+            q = y.to(tl.float32) + ROUND_TO_INTEGER
+        else:
+            q = tl.fma(x, factor, ROUND_TO_INTEGER)
+        if (CODEC & FORM) != 0:
+            q = tl.maximum(q, ROUND_TO_INTEGER + 1.0)
     code = q.to(tl.int32, bitcast=True)
     if (CODEC & FORM) == 0:
         return code.to(tl.int8)
@@ -206,13 +279,21 @@ def fp8_codes(x, scale, CODEC: tl.constexpr):
     """Codes of an fp8 codec under the scale of this store, a power of two."""
     # The scale is a power of two, so its reciprocal is exact: mirror the exponent.
     y = x * (0x7F000000 - scale.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
-    if (CODEC & FORM) == 0:
-        y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-        if CODEC & FLOORED:
-            y = tl.maximum(y, 0.001953125)  # the smallest positive code
-        code = encode_fp8(y, 3, 7)
+    if CODEC & FLOORED:
+        y = tl.maximum(y, 0.001953125)  # the smallest positive code
+    if INTERPRETED or not converts_fp8():
+        if (CODEC & FORM) == 0:
+            code = encode_fp8(tl.minimum(tl.maximum(y, -448.0), 448.0), 3, 7)
+        else:
+            code = encode_fp8(tl.minimum(tl.maximum(y, -57344.0), 57344.0), 2, 15)
     else:
-        code = encode_fp8(tl.minimum(tl.maximum(y, -57344.0), 57344.0), 2, 15)
+        if (CODEC & FORM) == 0:
+            asm: tl.constexpr = """{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
+                cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"""
+        else:
+            asm: tl.constexpr = """{ .reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1;
+                cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"""
+        code = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4)
     return code
 
 
@@ -240,8 +321,10 @@ def encode_tile(
                 x = tl.where(mask, x, 0.0)
             blocks = tl.reshape(x, (rows, columns // 64, 64))
             factor, scale = block_scales(tl.max(tl.abs(blocks), axis=2), CODEC)
-            y = tl.reshape(blocks * factor[:, :, None], (rows, columns))
-            store(ptr + base + off, block_codes(y, lane, CODEC), stored)
+            if CODEC & RANDOM:
+                lane = tl.reshape(lane, (rows, columns // 64, 64))
+            codes = block_codes(blocks, factor[:, :, None], lane, CODEC)
+            store(ptr + base + off, tl.reshape(codes, (rows, columns)), stored)
             store(meta_ptr + scale_base + scale_off, scale, stored_scale)
     elif (CODEC & KIND) == TENSORWISE:
         if MASKED:

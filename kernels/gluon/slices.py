@@ -21,6 +21,7 @@ from titanforge.kernels.tiles import (
     fp8_codes,
     plain_codes,
     root,
+    scaled,
 )
 
 
@@ -39,11 +40,7 @@ def scale_at(meta_ptr, offsets, CODEC: gl.constexpr):
 def decode(codes, scale, CODEC: gl.constexpr):
     """fp32 [R, 64] of stored codes."""
     x = decode_codes(codes, CODEC)
-    if (CODEC & KIND) != 0:
-        x = x * scale
-    if CODEC & ROOT:
-        x = x * x
-    return x
+    return scaled(x, scale, CODEC) if (CODEC & KIND) != 0 else x
 
 
 @jit
@@ -57,7 +54,7 @@ def encode(x, meta_ptr, offsets, mask, largest, CODEC: gl.constexpr):
         x = root(x)
     if (CODEC & KIND) == BLOCKWISE:
         factor, scale = block_scales(gl.max(gl.abs(x), axis=1), CODEC)
-        codes = block_codes(x * factor[:, None], 0, CODEC)
+        codes = block_codes(x, factor[:, None], 0, CODEC)
         gl.store(meta_ptr + offsets, scale, mask=mask)
     elif (CODEC & KIND) == TENSORWISE:
         largest = gl.maximum(largest, gl.max(gl.abs(x), axis=1))

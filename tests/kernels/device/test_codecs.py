@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cases import assert_same_bits, hyper_vector
+from tests.kernels.cases import assert_same_state, hyper_vector
 from titanforge.kernels.codecs import CODECS, Codec, Encoded, allocate, decode, encode_
 from titanforge.kernels.epilogues import get_epilogue
 from titanforge.kernels.flat import flat_update
@@ -42,9 +42,7 @@ def test_store_and_load_give_the_bits_of_the_reference(name: str, columns: int, 
         encode_(expected, reference, seed=SEED, step=STEP, tensor_id=TENSOR, lane=1)
         hyper = hyper_vector(RULE, device, decay=decay, gain=gain, grad_scale=1.0)
         flat_update(RULE, None, [value.to(device)], [[found]], hyper, rng=rng, tensor_ids=[TENSOR])
-        assert_same_bits([found.values], [expected.values])
-        if found.meta is not None and expected.meta is not None:
-            assert_same_bits([found.meta], [expected.meta])
+        assert_same_state(found, expected)
 
 
 def test_rounding_bits_depend_on_seed_step_and_tensor_only(device: torch.device) -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cases import RECIPES, Weight, assert_near_reference, assert_same_bits, hyper_vector
+from tests.kernels.cases import (
+    RECIPES,
+    Weight,
+    assert_near_reference,
+    assert_same_state,
+    hyper_vector,
+)
 from titanforge.kernels import flat
 from titanforge.kernels.epilogues import get_epilogue
 from titanforge.kernels.flat import flat_update
@@ -39,9 +45,7 @@ def test_many_tensors_equal_the_reference_one_by_one(recipe: str, device: torch.
         found = cases[index]
         assert_near_reference(found.weight.values, case.weight.values, before[index])
         for state, wanted in zip(found.states, case.states):
-            assert_same_bits([state.values], [wanted.values])
-            if state.meta is not None and wanted.meta is not None:
-                assert_same_bits([state.meta], [wanted.meta])
+            assert_same_state(state, wanted)
 
 
 def test_low_precision_gradients_and_unaligned_views(device: torch.device) -> None:

@@ -16,11 +16,11 @@ Every tensor is seen as a matrix of rows and columns (`matrix_view`), columns ru
 kept. Round to nearest has a dead zone: an average whose relative step 1 - beta is below half a code never
 moves by itself (only with the scale of its block), which the random form does not have.
 
-Blocks. With a the largest magnitude of a block, the scale is s = a (1 / 127) (or a (1 / 255)) and
-q = round(x (127 / a)), each in fp32 and the last rounded once, as a fused multiply-add does: an instruction a
-code. One re-encoding is off by at most s/2, so that an average with decay beta is off by at most s / (2 (1 - beta))
-(FORGE, Appendix B; s the largest scale met). a is floored at 1e-30, so that an all-zero block has a finite
-scale and codes of zero. The last block of a row may be narrower.
+Blocks. With a the largest magnitude of a block, the scale is s = a (1 / 127) (or a (1 / 255)) and q =
+round(x (127 / a)), each in fp32 and the last rounded once, as a fused multiply-add does: an instruction a
+code. One re-encoding is off by at most s/2, so that an average with decay beta is off by at most s / (2 (1 -
+beta)) (FORGE, Appendix B; s the largest scale met). a is floored at 1e-30, so that an all-zero block has a
+finite scale and codes of zero. The last block of a row may be narrower.
 
 Nonnegative states. A second moment v is stored as its root r, because 8 bits of r span the square of the
 range of 8 bits of v, and its code is floored at 1. Then a step m / sqrt(v) is never enlarged by more than

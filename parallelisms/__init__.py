@@ -17,6 +17,7 @@ from titanforge.parallelisms.data_parallel import (
     apply_fsdp,
     apply_mixed_precision,
     expert_modules,
+    expert_shard_dim,
     reshard,
     set_is_last_micro_batch,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "clip_grad_norm_",
     "complete_gradients",
     "expert_modules",
+    "expert_shard_dim",
     "global_grad_norm",
     "init_distributed",
     "pad_sequences",

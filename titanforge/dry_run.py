@@ -16,7 +16,15 @@ from titanforge.data import build_tokenizer
 from titanforge.forge import Granule, Ranks, plan_report, preview
 from titanforge.forge.head import CHUNK_LOGITS as FUSED_CHUNK_LOGITS
 from titanforge.forge.report import PlanLine
-from titanforge.layout import DTYPES, axis_lines, build_dims, check_model, compute_dtype, pipeline_plan
+from titanforge.layout import (
+    DTYPES,
+    axis_lines,
+    build_dims,
+    check_model,
+    compute_dtype,
+    experts_in_rows,
+    pipeline_plan,
+)
 from titanforge.metrics import activation_bytes, estimate_memory
 from titanforge.metrics.estimate import MemoryEstimate
 from titanforge.metrics.memory import GIB
@@ -65,7 +73,9 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         options = ", ".join(f"{key} {value:g}" for key, value in group.options.items())
         lines.append(f"  {group.name:<28}{group.num_parameters:>18,}  {options}")
     if dims.tp == 1:  # the tables know matrices that one axis cuts
-        lines += [f"  {line}" for line in exchange_lines(optimizer_groups, dims.degree("dp_shard_cp"))]
+        in_rows = experts_in_rows(dims, getattr(args, "n_experts", 0))
+        shards = dims.degree("dp_shard_cp")
+        lines += [f"  {line}" for line in exchange_lines(optimizer_groups, shards, in_rows)]
     gradient_bytes = DTYPES[training.dtype].itemsize
     if config.forge.enable:
         plan = preview(

@@ -27,6 +27,7 @@ from titanforge.parallelisms import (
     check_pipeline_parallel,
     check_tensor_parallel,
     complete_gradients,
+    expert_shard_dim,
     pad_sequences,
     plan_pipeline,
     sequence_pieces,
@@ -224,6 +225,13 @@ def axis_lines(config: JobConfig, dims: ParallelDims, args: Any) -> list[str]:
             + "; tokens go to their experts' ranks and back"
         )
     return lines
+
+
+def experts_in_rows(dims: ParallelDims, n_experts: int) -> int:
+    """Experts of a layer of which each rank keeps rows between steps; 0 where it keeps whole ones."""
+    others = dims.degree("dp_shard_mod_ep")
+    held = n_experts // dims.ep
+    return held if dims.ep > 1 < others and expert_shard_dim(held, others) == 1 else 0
 
 
 def parallelize(

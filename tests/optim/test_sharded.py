@@ -130,6 +130,17 @@ def sharded(rank: int, world_size: int, folder: str) -> None:
         dist.all_gather_object(keys, sorted((n, s) for n, slots in state["state"].items() for s in slots))
         assert keys[0] == keys[1]
         dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=f"{folder}/{index}")
+    for name in MATRIX_RULES:
+        experts = Stack(3)
+        fully_shard(experts, mesh=mesh, shard_placement_fn=lambda p: Shard(1))
+        optimizer = build_optimizer(
+            experts, Optimizer(name=name, dion=DionOptions(rank_fraction=0.5)), "float32"
+        )
+        sizes: list[int] = []
+        optimizer.connect(DataLinks(world_size, rank, record=lambda purpose, size, to=sizes: to.append(size)))
+        optimizer.step()
+        told = f"{name.lower()} sends {sum(sizes) // 4} scalars a step between 2 shards"
+        assert optimizer.report() == told and bool(sum(sizes)) == (name != "RMNP"), (told, optimizer.report())
     layer = nn.Linear(8, 8)
     fully_shard(layer, mesh=mesh)
     with pytest.raises(ValueError, match=r"blocks along another axis of 'weight', 8 x 8, than shards cut"):

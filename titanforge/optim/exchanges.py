@@ -5,48 +5,71 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from titanforge.optim.accounting import ShardedAxis, cross_shard_payload, second_moment_entries
 from titanforge.optim.dobb.rule import Dobb
 from titanforge.optim.matrix import MatrixRule
 from titanforge.optim.param_groups import ParamGroupSpec
+from titanforge.optim.states import is_cut, local_tensor
 
 
-def exchange_lines(groups: Sequence[ParamGroupSpec], shards: int) -> list[str]:
+def exchange_lines(
+    groups: Sequence[ParamGroupSpec], shards: int, experts_in_rows: int | None = None
+) -> list[str]:
     """One line for each rule of matrices that sends anything: scalars a step between shards, as
     `accounting` has them, and Dobb's second moments.
 
-    groups: of the whole model, on any device. shards: that each weight is cut into.
+    groups: of the whole model, on any device. shards: that each weight is cut into. experts_in_rows: experts
+    of a layer whose rows are dealt to the same ranks, 0 where each lies whole on one; None: as they lie.
     """
     rules = {id(group.rule): group.rule for group in groups if isinstance(group.rule, MatrixRule)}
     lines = []
     for key, rule in rules.items():
         members = [group for group in groups if id(group.rule) == key]
         weights = [
-            (param.shape, group.parts.get(name, 1))
+            (param, group.parts.get(name, 1))
             for group in members
             for name, param in zip(group.names, group.params)
         ]
-        sent = sum(step_payload(rule, shape, parts, shards) for shape, parts in weights)
+        sent = sum(
+            step_payload(rule, param.shape, parts, shards, _in_rows(param, experts_in_rows))
+            for param, parts in weights
+        )
         told = [f"{sent:,} scalars a step between {shards} shards"] if shards > 1 else []
         if isinstance(rule, Dobb) and rule.dobb.source == "activation":
-            moments = sum(refresh_payload(rule, shape, parts) for shape, parts in weights)
+            moments = sum(refresh_payload(rule, param.shape, parts) for param, parts in weights)
             told.append(f"second moments, {moments:,} scalars, every {rule.dobb.period} steps")
         if told:
             lines.append(f"{rule.name} sends {'; '.join(told)}")
     return lines
 
 
-def step_payload(rule: MatrixRule, shape: torch.Size, parts: int, shards: int) -> int:
-    """Scalars that shards of one weight exchange in a step. parts: matrices that an [m, n] is made of."""
-    if shards == 1 or len(shape) > 2:  # experts lie whole on a rank
+def _in_rows(param: Tensor, told: int | None) -> int:
+    if param.dim() < 3 or told is not None:
+        return told or 0
+    return local_tensor(param).shape[0] if is_cut(param, (-2, -1)) else 0
+
+
+def step_payload(
+    rule: MatrixRule, shape: torch.Size, parts: int, shards: int, experts_in_rows: int = 0
+) -> int:
+    """Scalars that shards of one weight exchange in a step. parts: matrices that an [m, n] is made of.
+
+    experts_in_rows: matrices of an [experts, m, n] of which each rank has rows; of the others it has none or
+    all of one, and sends nothing.
+    """
+    if shards == 1 or (len(shape) > 2 and not experts_in_rows):
         return 0
-    axis: ShardedAxis = "input" if rule.shard_dim(shape) == 1 else "output"
-    options = rule.options
+    options, name = rule.options, rule.name
+    axis: ShardedAxis = "input" if rule.shard_dim(shape) == len(shape) - 1 else "output"
+    if len(shape) > 2:
+        parts = experts_in_rows
+        name = "muon" if name == "dion" else name  # factors go between shards of lone matrices alone
     return parts * cross_shard_payload(
-        rule.name,
-        shape[0] // parts,
-        shape[1],
+        name,
+        shape[-2] // (parts if len(shape) == 2 else 1),
+        shape[-1],
         axis,
         rank_fraction=options.dion.rank_fraction,
         dobb=options.dobb,

@@ -44,9 +44,10 @@ class CollectiveFailed(RuntimeError):
 class CommLedger:
     """Counts collectives by mesh axis and purpose.
 
-    Bytes are the payload on this rank: the full tensor of an all-reduce or broadcast, the gathered output of
-    an all-gather, the input of a reduce-scatter. They do not depend on the algorithm that moves them. What
-    PyTorch issues by itself (FSDP2's gathers and reductions) is not in here.
+    Bytes are the payload on this rank: the full tensor of an all-reduce or broadcast, the input of a
+    reduce-scatter. They do not depend on the algorithm that moves them. Collectives that are issued elsewhere
+    (ring, all-to-all, pipeline, a split vocabulary, sharded matrices) are told to `record`. What PyTorch
+    issues by itself (FSDP2's gathers and reductions) is not in here, nor what a load or a save sends.
 
     The methods that issue a collective skip it, and record nothing, for a group of one rank.
     """
@@ -144,16 +145,6 @@ class CommLedger:
         if self._note(tensor, group, "broadcast", axis, purpose):
             with self._timed(tensor, axis, purpose):
                 dist.broadcast(tensor, group=group, group_src=group_src)
-
-    def all_gather(
-        self, output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, axis: str, purpose: str
-    ) -> None:
-        """Concatenate the ranks' tensors along dim 0 into `output`."""
-        if self._note(output, group, "all-gather", axis, purpose):
-            with self._timed(tensor, axis, purpose):
-                dist.all_gather_into_tensor(output, tensor, group=group)
-        else:
-            output.copy_(tensor)
 
     def reduce_scatter(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -173,15 +173,10 @@ class DobbCapture(BasisKeeper):
     A refresh reads no gradient: with `overlap_refresh` and side A it follows the reductions at once, on a
     stream of its own and beside backward, and `refresh` is left to write the states. The bits are the same.
     Cold blocks, whose eigendecomposition the host waits for, and side G stay in `refresh`.
-
-    on_reduction: called right after each reduction was launched, before and during backward, for whoever
-    wants to refresh earlier: `prepare` on a stream of its own, which must be done (for the current stream) by
-    the time `refresh` runs.
     """
 
     def __init__(self, rule: Dobb, weights: Sequence[Captured]) -> None:
         super().__init__(rule, weights)
-        self.on_reduction: Callable[[Reduction], None] | None = None
         self._buckets = buckets(self.weights)
         self._micro_batches = self._captured_micro_batches = 1
         self._next_bucket = 0
@@ -239,12 +234,12 @@ class DobbCapture(BasisKeeper):
 
     def _prepare_beside(self) -> None:
         if self._side is None:
-            self.prepare(self._reductions)
+            self._prepare()
             return
         # What it reads comes from the current stream; what it allocates is read when `refresh` has waited.
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            self.prepare(self._reductions)
+            self._prepare()
 
     def gradient_seen(self, bucket: int, name: str) -> None:
         self._missing[bucket].discard(name)
@@ -258,20 +253,17 @@ class DobbCapture(BasisKeeper):
         with torch.no_grad():
             while self._next_bucket < end:
                 bucket = self._buckets[self._next_bucket]
-                reduction = Reduction(bucket, self.links, self.failed_blocks)
                 self._next_bucket += 1
-                self._last = reduction
-                self._reductions.append(reduction)
-                if self.on_reduction is not None:
-                    self.on_reduction(reduction)
+                self._last = Reduction(bucket, self.links, self.failed_blocks)
+                self._reductions.append(self._last)
 
     @torch.no_grad()
-    def prepare(self, reductions: Sequence[Reduction]) -> None:
+    def _prepare(self) -> None:
         """C <- beta_C C + S and the bases from it, for weights whose reduction was launched; `refresh` writes
         them. The current stream waits for the reductions.
         """
         self._read_cold()
-        for group in alike([part for reduction in reductions for part in reduction.wait()]):
+        for group in alike([part for reduction in self._reductions for part in reduction.wait()]):
             weights, sums, counts, positions = zip(*group)
             counted = torch.cat(counts)
             mean = torch.cat(sums) / counted.clamp_min(1.0)[:, None, None]
@@ -286,7 +278,7 @@ class DobbCapture(BasisKeeper):
             # No position at all (an expert without tokens) leaves the statistic as it is.
             new = torch.where(captured[:, None, None], self.options.decay * old + mean, old)
             self._prepared.append(self._find_batch(weights, new, captured))
-        self._reductions = [one for one in self._reductions if one not in reductions]
+        self._reductions = []
 
     @torch.no_grad()
     def refresh(self, applies: Tensor, grad_scale: Tensor | None) -> None:
@@ -297,7 +289,7 @@ class DobbCapture(BasisKeeper):
         self._launch(len(self._buckets))
         if self.links.shards > 1:
             self.all_failed = self._last.beside().to(torch.int64)
-        self.prepare(self._reductions)
+        self._prepare()
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
         self._refreshing = False

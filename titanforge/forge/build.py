@@ -50,6 +50,7 @@ def attach(
     seed: int = 0,
     ranks: Ranks | None = None,
     planner: Planner = plan,
+    update_in_backward: bool = True,
 ) -> ForgeOptimizer:
     """Fuse the optimizer into a model's backward.
 
@@ -61,6 +62,7 @@ def attach(
         trace in buffers or random states.
     seed: of stochastic rounding.
     ranks: how ranks share the model; None: there is one.
+    update_in_backward: as of `ForgeOptimizer`.
     Raises ValueError for several ranks that it was not told about, and for an axis that fusion lacks.
     """
     if ranks is None:
@@ -86,6 +88,7 @@ def attach(
         seed=seed,
         captured=captured,
         ranks=ranks,
+        update_in_backward=update_in_backward,
     )
 
 

@@ -2,7 +2,7 @@
 
 A step is `begin_step(micro_batches)`; for each micro-batch the forward pass, `before_backward(index, flag)`
 and `backward()`, in which fused weights change; then `step()` for what is left: ordinary weights, and U of
-regime 2.
+those that backward could not finish (`weight_updates`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from titanforge.forge.ops import register_sink
 from titanforge.forge.plan import Kind, ParamPlan
 from titanforge.forge.report import PlanLine, plan_report
 from titanforge.forge.sinks import Clock, Hyper, Sink
+from titanforge.forge.weight_updates import WeightUpdates
 from titanforge.optim.dobb.hooks import Reader
 from titanforge.optim.engine import Entry, Family, RuleOptimizer
-from titanforge.optim.local_update import LocalWeight, update_state_global
+from titanforge.optim.local_update import LocalWeight
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
 from titanforge.optim.sharded import update_sharded
@@ -37,6 +38,9 @@ class ForgeOptimizer(RuleOptimizer):
     """Updates weights during backward where their plan says so, the others from `.grad` in `step`.
 
     Use `titanforge.forge.attach`, which makes `covered` and `plans`.
+
+    update_in_backward: whether U of regime 2 runs during backward where it can; False: all of it in `step`,
+    with the same bits.
     """
 
     splits_steps: ClassVar[bool] = False  # weights have changed before anyone could decide
@@ -54,6 +58,7 @@ class ForgeOptimizer(RuleOptimizer):
         seed: int = 0,
         captured: Mapping[str, Reader] | None = None,
         ranks: Ranks | None = None,
+        update_in_backward: bool = True,
     ) -> None:
         super().__init__(groups, recipe, seed=seed, captured=captured)
         self._model = model
@@ -72,6 +77,7 @@ class ForgeOptimizer(RuleOptimizer):
         self._queue = ArrivalQueue()
         self._hooks: list[RemovableHandle] = []
         self._modules: list[nn.Module] = []
+        self._updates = WeightUpdates(self._clock, self.capture, update_in_backward)
         self._fuse(covered)
 
     # ---------------------------------------------------------------- building
@@ -92,6 +98,9 @@ class ForgeOptimizer(RuleOptimizer):
                     self._clock, getattr(owner.module, "padding_idx", None),
                 )  # fmt: skip
                 self._sinks[entry.name] = sink
+                rule = family.rule
+                if param_plan.deferred and isinstance(rule, StateGlobalRule) and not _gathers(rule, entry):
+                    self._updates.add(entry, rule, hyper.table, sink)
                 if isinstance(sink, HookedSink):
                     self._hook(sink, entry.param)
                     continue
@@ -161,6 +170,7 @@ class ForgeOptimizer(RuleOptimizer):
         self._queue.clear()
         for sink in self._sinks.values():
             sink.forget()
+        self._updates.begin()
 
     def begin_captured_step(self, num_micro_batches: int) -> None:
         """The same: `begin_step` has uploaded by then."""
@@ -261,7 +271,8 @@ class ForgeOptimizer(RuleOptimizer):
             # What reads gradients belongs to ordinary weights, what reads activations to fused ones too.
             self.capture.refresh(flag if self.capture.reads_gradients else self._flag, scale)
         for family, hyper in zip(self._families, tables):
-            self._update_deferred(family, hyper)
+            self._update_gathered_states(family, hyper)
+        self._updates.finish()
         if len(self._sinks) < len(self._plans):
             self._table.select(flag, scale)
             self._calibrate(tables, flag)
@@ -288,25 +299,19 @@ class ForgeOptimizer(RuleOptimizer):
             if entry.name not in self._sinks and (item := entry.current()).weight.numel() > 0
         ]
 
-    def _update_deferred(self, family: Family, hyper: Tensor) -> None:
-        if not isinstance(family.rule, StateGlobalRule):
+    def _update_gathered_states(self, family: Family, hyper: Tensor) -> None:
+        """U of fused weights whose states other ranks have parts of."""
+        rule = family.rule
+        if not isinstance(rule, StateGlobalRule):
             return
-        deferred = [
+        cut = [
             entry
             for entry in family.entries
-            if entry.name in self._sinks and self._plans[entry.name].deferred
+            if entry.name in self._sinks and self._plans[entry.name].deferred and _gathers(rule, entry)
         ]
         for row in range(len(family.groups)):
-            members = [entry for entry in deferred if entry.hyper_row == row]
-            gathers = {
-                entry.name
-                for entry in members
-                if family.rule.u_gathers and is_cut(entry.param, family.rule.u_dims)
-            }
-            gathered = [entry for entry in members if entry.name in gathers]
-            update_sharded(family.rule, gathered, hyper[row], self.links.record)
-            whole = [entry.item() for entry in members if entry.name not in gathers]
-            update_state_global(family.rule, whole, hyper[row], self._rng, self._nonfinite)
+            members = [entry for entry in cut if entry.hyper_row == row]
+            update_sharded(rule, members, hyper[row], self.links.record)
 
     def _check_bypass(self) -> None:
         for entry, _ in self._entries_with_family():
@@ -334,6 +339,11 @@ class ForgeOptimizer(RuleOptimizer):
     def metrics(self) -> dict[str, Tensor]:
         """Also the tiles that were not applied, so far in this process."""
         return super().metrics() | {"nonfinite_tiles": self.nonfinite_tiles}
+
+
+def _gathers(rule: UpdateRule, entry: Entry) -> bool:
+    """Whether U takes parts of the state from other ranks."""
+    return rule.u_gathers and is_cut(entry.param, rule.u_dims)
 
 
 def _by_module(covered: Iterable[Covered]) -> list[list[Covered]]:

@@ -82,7 +82,8 @@ class ParamPlan:
     """Where one weight's gradient is consumed.
 
     reduce_axes: mesh axes over which something is reduced first. why: one line for a person.
-    deferred: U runs after backward, on states alone.
+    deferred: U follows by itself, on states alone: with the weight's block in backward, or after it where
+        ranks share the weight or its tokens (`by_hook`).
     """
 
     granule: Granule
@@ -183,9 +184,9 @@ def _at_once(rule: UpdateRule, placement: Placement) -> ParamPlan:
             return ParamPlan(Granule.LAYER, f"U of {rule.name} reads the layer's state and the gradient")
         if folds_into_state(rule):
             writes = " and writes the state" if rule.u_writes_state else ""
-            why = f"A is affine: the product accumulates into the state; U follows after backward{writes}"
+            why = f"A is affine: the product accumulates into the state; U follows with its block{writes}"
             return ParamPlan(Granule.STATE, why, deferred=True)
-        return ParamPlan(Granule.TILE, "A reads one coordinate; U follows after backward", deferred=True)
+        return ParamPlan(Granule.TILE, "A reads one coordinate; U follows with its block", deferred=True)
     if placement.kind == "vector":
         return ParamPlan(Granule.TILE, "a vector is one tile, consumed in its layer's backward")
     if placement.kind == "embedding":

@@ -40,7 +40,8 @@ def plan_report(lines: Sequence[PlanLine], model: nn.Module) -> str:
     text = [f"forge: {share:.1f} % of {total:,} trainable parameters {fate}"]
     grouped: dict[tuple[str, str, str], list[PlanLine]] = defaultdict(list)
     for line in lines:
-        after = "; U after backward" if line.plan.deferred and "U follows" not in line.plan.why else ""
+        after = "; U after backward" if line.plan.by_hook else "; U follows with its block"
+        after = after if line.plan.deferred and "U follows" not in line.plan.why else ""
         grouped[line.plan.granule.value, line.plan.join, line.plan.why + after].append(line)
     for (granule, _, why), members in sorted(
         grouped.items(), key=lambda item: -sum(m.numel for m in item[1])

@@ -80,7 +80,7 @@ class Sink:
 
     make_item: makes its tensors as the ordinary engine sees them. padding_idx: of an embedding; that row gets
     no gradient. touched: micro-batches of this step that have reached it. done: the step's gradient is
-    consumed.
+    consumed. when_complete: called in the backward that has consumed it whole.
     """
 
     name: str
@@ -94,6 +94,7 @@ class Sink:
     padding_idx: int | None = None
     touched: int = 0
     done: bool = False
+    when_complete: Callable[[Sink], None] | None = None
     _norms: dict[int, Tensor] = field(default_factory=dict)
     _stash: list[Source] = field(default_factory=list)
     _sum: Tensor | None = None
@@ -107,11 +108,13 @@ class Sink:
         """A linear's operands, dy [T, N] and x [T, K]."""
         self.begin()
         self._take(Product(dy, x))
+        self._tell()
 
     def experts(self, dy: Tensor, x: Tensor, ends: Tensor) -> None:
         """Grouped operands: rows sorted by expert, and the row after each expert's last, int32 [E]."""
         self.begin()
         self._take(Product(dy, x, torch.cat((torch.zeros_like(ends[:1]), ends))))
+        self._tell()
 
     def rows(self, dy: Tensor, ids: Tensor) -> None:
         """An embedding's, dy [T, D] and ids [T]."""
@@ -119,6 +122,7 @@ class Sink:
         if self.padding_idx is not None:
             ids = ids.masked_fill(ids == self.padding_idx, -1)
         self._take(Rows(dy, ids))
+        self._tell()
 
     def whole(self, gradient: Tensor) -> None:
         """A complete gradient that lies in memory."""
@@ -132,6 +136,11 @@ class Sink:
             gradient = total
         if self.clock.last:
             self._consume_whole(gradient)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.done and self.when_complete is not None:
+            self.when_complete(self)
 
     def _consume_whole(self, gradient: Tensor) -> None:
         """In the kernel of the linears, whose launch needs no table on the device, if the rule can."""
@@ -307,6 +316,12 @@ class Sink:
             yield
         finally:
             self._given = None
+
+    @property
+    def writes_copy(self) -> bool:
+        """Whether a compiled graph has handed a copy of the weight, for the time of its call."""
+        self.target()  # finds the address
+        return self._given is not None and self._given.data_ptr() != self._address
 
     def item(self) -> LocalWeight:
         """The weight's tensors as the ordinary engine sees them."""

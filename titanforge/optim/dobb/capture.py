@@ -80,6 +80,11 @@ class BasisKeeper(ABC):
         self._begun += 1
         self.steps.fill_(self._begun)
 
+    @property
+    def refreshing(self) -> bool:
+        """Whether this step's bases are still to come from `refresh`."""
+        return self._refreshing
+
     def before_backward(self, micro_batch_index: int) -> None:  # noqa: B027
         """Before the backward of a micro-batch, after its forward."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -102,34 +104,45 @@ def test_a_budget_drops_norms_and_products_and_changes_no_bit(family: str) -> No
         assert estimates[0] - tokens * VOCAB * 12 == pytest.approx(most, rel=0.1)
 
 
-def test_a_recomputed_block_keeps_its_input_alone_also_when_it_is_compiled() -> None:
+@pytest.mark.parametrize(("family", "flavor", "name"), [
+    ("qwen3", "debugmodel", "adamw"), ("qwen3", "debugmodel_moe", "muon"),
+])  # fmt: skip
+def test_a_recomputed_block_keeps_its_input_alone_also_when_it_is_compiled(
+    family: str, flavor: str, name: str
+) -> None:
     """The compiler would keep the products: it does not recompute what is inside of an autograd function."""
-    kept = []
+    sizes: dict[str, Any] = SIZES | {"head_dim": 16, "tie_embeddings": False}
+    if flavor.endswith("moe"):
+        sizes |= {"n_experts": 4, "n_experts_per_token": 2}
     for backend in (None, "aot_eager_decomp_partition"):
-        model = llama()
-        apply_activation_checkpoint(model, "full")
-        if backend:
-            apply_compile(model, backend, recompute_outside=True)
-        optimizer = fuse(model, options_of())
-        train(model, optimizer, 0, 1)
-        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        sizes: dict[int, int] = {}
+        kept = []
+        for layers in (1, 2):
+            overrides = {**sizes, "n_layers": layers}
+            model, args = build_model(family, flavor, vocab_size=VOCAB, seq_len=TOKENS, overrides=overrides)
+            initialize_weights(model, 0)
+            apply_activation_checkpoint(model, "full")
+            if backend:
+                apply_compile(model, backend, recompute_outside=True)
+            optimizer = fuse(model, options_of(name))
+            assert all(line.plan.fused for line in optimizer.plan)
+            train(model, optimizer, 0, 1)
+            own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+            saved: dict[int, int] = {}
 
-        def keep(tensor: torch.Tensor, own: set[int] = own, sizes: dict[int, int] = sizes) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            def keep(
+                tensor: torch.Tensor, own: set[int] = own, saved: dict[int, int] = saved
+            ) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in own:
+                    saved[storage.data_ptr()] = storage.nbytes()
+                return tensor
 
-        optimizer.begin_step(1)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = llama_loss(model, 1)
-        optimizer.before_backward(0, torch.isfinite(loss.detach()))
-        loss.backward()
-        optimizer.step()
-        kept.append(sum(sizes.values()))
-    eager, compiled = kept
-    assert 0 < compiled <= eager
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                train(model, optimizer, 1, 2)
+            kept.append(sum(saved.values()))
+        # Of experts also their mean probabilities, for the balancing term.
+        routing = sizes.get("n_experts", 0) * 4
+        assert kept[1] - kept[0] == 2 * TOKENS * args.dim * 4 + routing, backend
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         in_rows = experts_in_rows(dims, getattr(args, "n_experts", 0))
         shards = dims.degree("dp_shard_cp")
         lines += [f"  {line}" for line in exchange_lines(optimizer_groups, shards, in_rows)]
-    gradient_bytes = DTYPES[training.dtype].itemsize
+    gradient_bytes, update_in_backward = DTYPES[training.dtype].itemsize, False
     if config.forge.enable:
         plan = preview(
             model,
@@ -89,6 +89,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         lines += plan_report(plan, model).splitlines()
         # Per weight of the model: none for those that are consumed where they are made, or as they arrive.
         gradient_bytes = held_for_gradients(plan, config, micro_batches) / total
+        update_in_backward = any(line.plan.deferred and not line.plan.by_hook for line in plan)
     estimates = [
         rank_memory(
             config,
@@ -99,6 +100,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
             gradient_bytes=gradient_bytes,
             state_bytes_per_param=state_bytes(optimizer_groups, config.optimizer) / total,
             update=update_bytes(optimizer_groups),
+            update_in_backward=update_in_backward,
         )
         for rank, part in enumerate(rank_models(model, stages))
     ]
@@ -134,6 +136,7 @@ def rank_memory(
     gradient_bytes: float,
     state_bytes_per_param: float,
     update: int,
+    update_in_backward: bool,
 ) -> MemoryEstimate:
     """What a rank will need whose pipeline stages are ``model``, which is on meta and whole along other axes.
 
@@ -176,6 +179,7 @@ def rank_memory(
         layer_params=largest_unit(model, tp, dims.ep),
         compute_bytes=compute_bytes,
         update=update,
+        update_in_backward=update_in_backward,
     )
     if dims.pp > 1 and dims.degree("dp_shard_cp") > 1:
         # A stage's weights stay gathered for all micro-batches, and its gradients whole until the last.

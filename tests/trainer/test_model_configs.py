@@ -77,7 +77,7 @@ def pools_told(text):
     """GiB by the dry run's name of the pool, of the table that a file may have among its first lines."""
     names = {
         "weights,": "  weights", "m and v": "  states", "momentum": "  states", "AdamW's m and v": "  states",
-        "gradients": "  gradients", "activations": "  activations", "Newton-Schulz": "  update, after them",
+        "gradients": "  gradients", "activations": "  activations", "Newton-Schulz": "  update",
         "estimated": "  total per rank",
     }  # fmt: skip
     told = {}

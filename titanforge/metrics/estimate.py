@@ -10,7 +10,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per rank by pool."""
+    """Bytes per rank by pool. update_in_backward: the update's room is needed while activations are held."""
 
     weights: int
     states: int
@@ -18,11 +18,14 @@ class MemoryEstimate:
     gathered: int
     activations: int
     update: int = 0
+    update_in_backward: bool = False
 
     @property
     def total(self) -> int:
-        """The update comes after the backward pass, which has used up the activations by then."""
+        """An update after the backward pass finds the activations used up."""
         held = self.weights + self.states + self.gradients + self.gathered
+        if self.update_in_backward:
+            return held + self.activations + self.update
         return held + max(self.activations, self.update)
 
     def lines(self) -> list[str]:
@@ -33,7 +36,7 @@ class MemoryEstimate:
             "gradients": self.gradients,
             "gathered weights": self.gathered,
             "activations": self.activations,
-            "update, after them": self.update,
+            "update" if self.update_in_backward else "update, after them": self.update,
             "total per rank": self.total,
         }
         return [
@@ -118,6 +121,7 @@ def estimate_memory(
     layer_params: int = 0,
     compute_bytes: int = 2,
     update: int = 0,
+    update_in_backward: bool = False,
 ) -> MemoryEstimate:
     """Per-rank estimate by pool, to about a third: enough to see that a layout cannot fit.
 
@@ -132,6 +136,7 @@ def estimate_memory(
             gathered, and a gathered unit's gradient waits for its reduction: three such buffers.
         compute_bytes: bytes of a gathered weight.
         update: bytes that the optimizer needs beside weights and states.
+        update_in_backward: whether it needs them before the backward pass is over.
 
     Raises:
         ValueError: ``dp_shard`` < 1.
@@ -147,4 +152,5 @@ def estimate_memory(
         gathered=3 * layer_params * compute_bytes if dp_shard > 1 else 0,
         activations=activations,
         update=update,
+        update_in_backward=update_in_backward,
     )

@@ -100,7 +100,7 @@ def _rank_main(
     os._exit(0)
 
 
-def _start_method() -> Any:
+def process_context() -> Any:
     """Where processes come from: a server that has imported everything, or from nothing where there is a GPU,
     which no process can use whose parent has looked for one."""
     import torch
@@ -155,7 +155,7 @@ def run_distributed(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    context = _start_method()
+    context = process_context()
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         saved = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the children, read when torch is imported

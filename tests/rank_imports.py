@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 import titanforge.trainer  # noqa: F401  what most ranks need: torch, its compiler's front end, all layers
@@ -9,3 +10,4 @@ import titanforge.trainer  # noqa: F401  what most ranks need: torch, its compil
 # A collection in a rank need not look at what was imported here, nor copy its pages.
 gc.collect()
 gc.freeze()
+atexit.register(gc.unfreeze)

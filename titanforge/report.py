@@ -55,9 +55,10 @@ def summarize(trainer: Trainer) -> None:
     folder = trainer.dump_folder
     metrics = folder / "metrics.jsonl"
     found: list[tuple[str, Path]] = [("metrics", metrics)]
-    plot = write_run_summary(folder, trainer.config.job.description)
-    if plot is not None:
-        found.append(("plot", plot))
+    if trainer.config.metrics.enable_plot:
+        plot = write_run_summary(folder, trainer.config.job.description)
+        if plot is not None:
+            found.append(("plot", plot))
     if (folder / "wandb").is_dir():
         found.append(("W&B run", (folder / "wandb" / "latest-run").resolve()))
     if trainer.config.metrics.enable_tensorboard:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import re
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed_harness import process_context
 from titanforge.parallelisms import init_distributed, peers
 from titanforge.parallelisms.peers import blame, is_lost_connection
 from titanforge.sync import CollectiveFailed, CommLedger
@@ -77,7 +77,7 @@ def misbehave(rank: int, scenario: str) -> None:
 
 def outcome(folder: Path, scenario: str) -> list[tuple[int | None, str]]:
     """Exit code and stderr of each rank."""
-    context = multiprocessing.get_context("spawn")
+    context = process_context()
     processes: list[Any] = [
         context.Process(target=rank_main, args=(rank, str(folder), scenario)) for rank in range(RANKS)
     ]

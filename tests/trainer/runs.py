@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import random
@@ -27,6 +28,7 @@ SMALL = {
     "training.seq_len": 64,
     "data.num_streams": 4,
     "lr_scheduler.warmup_steps": 2,
+    "metrics.enable_plot": False,  # drawing takes longer than training
 }
 
 
@@ -59,6 +61,7 @@ def _train_each(rank: int, world_size: int, runs: list[list[str]]) -> list[tuple
 
     results = []
     for arguments in runs:
+        gc.freeze()  # a run begins with a collection, which need not look at what the last one left
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
             code = main(arguments)

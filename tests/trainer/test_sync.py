@@ -36,6 +36,7 @@ def test_rmmc_saves_evaluates_resumes_and_goes_on_with_fewer_replicas(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", documents=200)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     evaluation = {"validation__enable": True, "validation__freq": 3, "validation__steps": 1}
+    evaluation["metrics__enable_plot"] = True
     common = {**evaluation, "data__validation_fraction": 0.2, "sync__threshold": 1e9}
     train_all(
         2,

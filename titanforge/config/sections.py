@@ -59,6 +59,8 @@ class Metrics:
     """Where TensorBoard events go, relative to `job.dump_folder`."""
     save_for_all_ranks: bool = False
     """Write TensorBoard, W&B and JSONL for every rank, not for the first alone."""
+    enable_plot: bool = True
+    """Draw `metrics.png` when the run ends."""
     enable_wandb: bool = False
     """Also log to Weights & Biases: online when logged in, offline otherwise, never a prompt."""
     wandb_project: str = "titanforge"

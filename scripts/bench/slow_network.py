@@ -1,12 +1,17 @@
 """Step time of the sync policies with a slow network between replicas, measured on one machine (Linux, root).
 
-    python scripts/bench/slow_network.py --replicas 2 --steps 30 -o outputs/slow_network
+    python scripts/bench/slow_network.py -o outputs/slow_network
 
 Each replica is a process in a network namespace of its own; veth pairs join them at a bridge, and `tc tbf`
 limits the rate of every link in both directions. What is emulated is the rate. A round trip cannot be added
 where the kernel has no `netem`: it is computed then, one for each collective in the ledger and for the
 host-side reductions of every step, and stands in a figure of its own, named as added.
-Writes results.jsonl, one line for each network and policy.
+
+`WAN` is the last row of CurvaDion's Table 3 (1 Gb/s and 50 ms between data centres) in its proportions: there
+a dense sync takes 12 s, a step's computation 3.414 s. The rate is chosen so that the gradients of this
+model take as many times the local step that was measured here, and the round trip is scaled alike. `1 Gb/s`
+as it is says less, as a CPU computes more slowly for each byte than the GPUs of the paper.
+Writes results.jsonl, one line for each network and policy, and results.md.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,7 +32,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-NETWORKS = {"10 Gb/s": ("10gbit", 0.0), "1 Gb/s": ("1gbit", 0.0), "1 Gb/s + 50 ms": ("1gbit", 0.05)}
+GIGABIT = 1e9
+NETWORKS = {
+    # Bits a second, seconds of a round trip; None: found from the local step on the first network.
+    "10 Gb/s": (10 * GIGABIT, 0.0),
+    "1 Gb/s": (GIGABIT, 0.0),
+    "1 Gb/s + 50 ms": (GIGABIT, 0.05),
+    "WAN": None,
+}
+# CurvaDion, section 4.4 and Table 3, in seconds: a step without communication, a dense sync, the round trip;
+# and its projections at a sync rate of 1%.
+PAPER_STEP, PAPER_SYNC, PAPER_ROUND_TRIP = 3.414, 12.0, 0.05
+PAPER_SPEEDUP = {"10 Gb/s": 1.202, "WAN": 4.361}
 HOST_REDUCTIONS = 1  # of token counts, failures and signals: two in flight at once count as one round trip
 PREFIX, BRIDGE = "tfnet", "tfbridge"
 
@@ -47,7 +64,7 @@ def _command(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def namespaces(count: int, rate: str) -> Iterator[list[str]]:
+def namespaces(count: int, rate: float) -> Iterator[list[str]]:
     """One network namespace a replica, 10.77.0.<1 + replica>, joined at a bridge; removed at the end."""
     names = [f"{PREFIX}{os.getpid()}r{index}" for index in range(count)]
     made: list[str] = []
@@ -66,7 +83,8 @@ def namespaces(count: int, rate: str) -> Iterator[list[str]]:
                 ("ip", "link", "set", "eth0", "up"),
             ):
                 _command("ip", "netns", "exec", name, *words)
-            limit = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+            burst = max(256 * 1024, int(rate / 8e3))  # of a millisecond, the least that keeps up
+            limit = ("root", "tbf", "rate", f"{rate:.0f}bit", "burst", f"{burst}b", "latency", "100ms")
             _command("tc", "qdisc", "add", "dev", outer, *limit)
             _command("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", *limit)
         yield names
@@ -84,11 +102,11 @@ def arguments(folder: Path, options: argparse.Namespace, sync: dict[str, Any]) -
         "job.dump_folder": folder,
         "job.description": folder.name,
         "optimizer.name": "Dion",
-        "optimizer.dion.rank_fraction": 0.125,
+        "optimizer.dion.rank_fraction": options.rank_fraction,
         "model.dim": options.dim,
         "model.n_layers": options.layers,
-        "training.steps": options.steps,
-        "training.seq_len": 64,
+        "training.steps": options.every_steps if sync["policy"] == "every_step" else options.steps,
+        "training.seq_len": options.seq_len,
         "training.local_batch_size": 1,
         "parallelism.data_parallel_replicate_degree": options.replicas,
         "parallelism.data_parallel_shard_degree": 1,
@@ -113,11 +131,14 @@ def worker(runs: list[list[str]]) -> None:
     dist.destroy_process_group()
 
 
-def measure(options: argparse.Namespace, network: str) -> list[dict[str, Any]]:
-    rate, round_trip = NETWORKS[network]
+def measure(
+    options: argparse.Namespace, network: str, rate: float, round_trip: float
+) -> list[dict[str, Any]]:
     chosen = policies(options.warmup)
     base = options.output / network.replace(" ", "_").replace("/", "")
     folders = {name: base / name.replace(" ", "_").replace(",", "").replace("%", "") for name in chosen}
+    for folder in folders.values():
+        shutil.rmtree(folder, ignore_errors=True)
     runs = [arguments(folders[name], options, sync) for name, sync in chosen.items()]
     with namespaces(options.replicas, rate) as names:
         processes = [
@@ -143,12 +164,11 @@ def measure(options: argparse.Namespace, network: str) -> list[dict[str, Any]]:
                 process.kill()
     if any(codes):
         raise SystemExit(f"{network}: a worker ended with {codes}")
-    return [result(network, round_trip, name, folders[name], options) for name in chosen]
+    found = [result(network, name, folders[name], options) for name in chosen]
+    return [with_round_trips(line | {"bits_per_second": rate}, round_trip) for line in found]
 
 
-def result(
-    network: str, round_trip: float, name: str, folder: Path, options: argparse.Namespace
-) -> dict[str, Any]:
+def result(network: str, name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     synced = {line["step"] for line in lines if "sync" in line}
@@ -168,15 +188,64 @@ def result(
         )
 
     per_step = (collectives(steps[-1]) - collectives(steps[options.warmup - 1])) / len(after)
+    medians = {kind: statistics.median(times) if times else None for kind, times in kinds.items()}
+    rate = len(kinds["sync"]) / len(after)
+    key = f"comm/dp_replicate/{'gradients' if name == 'every_step' else 'weights'}_bytes"
+    syncs = len(after) if name == "every_step" else max(len(kinds["sync"]), 1)
     return {
         "network": network,
         "policy": name,
         "replicas": options.replicas,
-        "median_local_step_seconds": statistics.median(kinds["local"]) if kinds["local"] else None,
-        "median_sync_step_seconds": statistics.median(kinds["sync"]) if kinds["sync"] else None,
+        "sync_rate": rate,
+        "median_local_step_seconds": medians["local"],
+        "median_sync_step_seconds": medians["sync"],
+        # At the sync rate of the run; medians, as a machine that others use has outliers.
+        "step_seconds": rate * (medians["sync"] or 0.0) + (1 - rate) * (medians["local"] or 0.0),
+        "dense_bytes_of_a_sync": (steps[-1].get(key, 0) - steps[options.warmup - 1].get(key, 0)) / syncs,
         "collectives_per_step": per_step + HOST_REDUCTIONS,
-        "added_round_trip_seconds_per_step": round_trip * (per_step + HOST_REDUCTIONS),
     }
+
+
+def with_round_trips(line: dict[str, Any], round_trip: float) -> dict[str, Any]:
+    added = round_trip * line["collectives_per_step"]
+    return line | {
+        "added_round_trip_seconds_per_step": added,
+        "step_seconds_with_round_trips": line["step_seconds"] + added,
+    }
+
+
+def wan_of(lines: list[dict[str, Any]]) -> tuple[float, float]:
+    """Rate and round trip in the paper's proportions to the local step of these measurements."""
+    local = min(line["median_local_step_seconds"] for line in lines if line["policy"] != "every_step")
+    every = next(line for line in lines if line["policy"] == "every_step")
+    # What a ring sends of a tensor over each link.
+    replicas = every["replicas"]
+    sent = 8 * every["dense_bytes_of_a_sync"] * 2 * (replicas - 1) / replicas
+    scale = local / PAPER_STEP
+    return sent / (PAPER_SYNC * scale), PAPER_ROUND_TRIP * scale
+
+
+def markdown(results: list[dict[str, Any]]) -> str:
+    base = {line["network"]: line for line in results if line["policy"] == "every_step"}
+    text = (
+        "| network | rate | policy | sync rate | local step | sync step | added round trips | step | speedup "
+        "| CurvaDion's projection |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+    )
+    for line in results:
+        whole = line["step_seconds_with_round_trips"]
+        speedup = base[line["network"]]["step_seconds_with_round_trips"] / whole
+        seconds = [
+            line["median_local_step_seconds"], line["median_sync_step_seconds"],
+            line["added_round_trip_seconds_per_step"], whole,
+        ]  # fmt: skip
+        local, sync, added, step = ("-" if one is None else f"{1e3 * one:.0f} ms" for one in seconds)
+        told = PAPER_SPEEDUP.get(line["network"]) if line["policy"].startswith("rmmc") else None
+        text += (
+            f"| {line['network']} | {line['bits_per_second'] / GIGABIT:.3g} Gb/s | {line['policy']} "
+            f"| {line['sync_rate']:.1%} | {local} | {sync} | {added} | {step} | {speedup:.2f}x "
+            f"| {'' if told is None else f'{told:.2f}x'} |\n"
+        )
+    return text
 
 
 def main(argv: list[str]) -> int:
@@ -185,24 +254,30 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--every-steps", type=int, default=25, help="of every_step, whose steps are alike")
+    parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=32)
+    parser.add_argument("--rank-fraction", type=float, default=1 / 16)
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
         worker(json.loads(options.worker))
         return 0
-    results = [line for network in options.networks for line in measure(options, network)]
-    with open(options.output / "results.jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in results)
-    for line in results:
-        times = [line["median_local_step_seconds"], line["median_sync_step_seconds"]]
-        local, sync = ("-" if time is None else f"{1e3 * time:.0f} ms" for time in times)
-        print(
-            f"{line['network']:<16} {line['policy']:<16} local {local:>8}  sync {sync:>8}  "
-            f"added round trips: {1e3 * line['added_round_trip_seconds_per_step']:.0f} ms a step"
+    results: list[dict[str, Any]] = []
+    measured: dict[float, list[dict[str, Any]]] = {}
+    for network in options.networks:
+        rate, round_trip = NETWORKS[network] or wan_of(
+            results or measure(options, "10 Gb/s", 10 * GIGABIT, 0)
         )
+        if rate not in measured:
+            measured[rate] = measure(options, network, rate, 0.0)
+        results += [with_round_trips(line | {"network": network}, round_trip) for line in measured[rate]]
+        with open(options.output / "results.jsonl", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in results)
+        (options.output / "results.md").write_text(markdown(results))
+    print(markdown(results))
     return 0
 
 

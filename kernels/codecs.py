@@ -67,6 +67,13 @@ def inverse(levels: float) -> float:
     return torch.tensor(1.0 / levels, dtype=torch.float32).item()
 
 
+def below(levels: float) -> float:
+    """The fp32 number before `levels`: with it over a block's largest magnitude as factor, x * factor plus a
+    random number in [0, 1) never reaches past the codes.
+    """
+    return torch.nextafter(torch.tensor(levels), torch.tensor(0.0)).item()
+
+
 @dataclass(frozen=True)
 class Codec:
     """How one tensor is stored. `kind`: plain (a cast), block (scale per 64 columns), tensor (one scale).
@@ -292,9 +299,14 @@ def _encode_blocks_(x: Tensor, codec: Codec, meta: Tensor, bits: Tensor) -> Tens
     blocks = _blocks(x)
     absmax = blocks.abs().amax(2).clamp_min(SMALLEST_ABSMAX)
     meta.copy_(absmax * inverse(codec.levels))
-    factor = (codec.levels / absmax).unsqueeze(-1)
+    levels = below(codec.levels) if codec.stochastic else codec.levels
+    factor = (levels / absmax).unsqueeze(-1)
     if codec.stochastic:
-        q = torch.floor(blocks * factor + _blocks(bits.to(torch.float32) * 2.0**-16))
+        # In float64, as a fused multiply-add: the product is exact, and the sum (128 + u, as kernels have it) is
+        # rounded once.
+        u = _blocks(128.0 + bits.to(torch.float64) * 2.0**-16)
+        y = (blocks.to(torch.float64) * factor.to(torch.float64) + u).to(torch.float32)
+        q = torch.floor(y) - 128.0
     else:
         # Rounded once, as a fused multiply-add does: the product is exact in float64.
         q = torch.round(blocks.to(torch.float64) * factor.to(torch.float64))

@@ -70,7 +70,7 @@ def embedding_kernel(
         block = tl.arange(0, BLOCK_D // 64)[None, :]
         update_tile(
             g, 1 - bad, base, off, inside, row * blocks + first // 64, block, first // 64 + block < blocks,
-            tl.full([1, 1], row, tl.int64), first // 2 + tl.arange(0, BLOCK_D // 2)[None, :],
+            tl.full([1, 1], row, tl.int64), first // 8 + tl.arange(0, BLOCK_D // 8)[None, :],
             w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr,
             tensor_id,
             EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, STOCHASTIC, MASKED, OBSERVE,

@@ -99,8 +99,7 @@ def flat_kernel(
     if COUNT and not OBSERVE:
         tl.atomic_add(nonfinite_ptr, bad, mask=(bad > 0) & (tl.load(h_ptr) != 0))
     update_tile(
-        g, 1 - bad, 0, off, inside, 0, scale_off, block < blocks, row, column // 2 + tl.arange(0, 32)[None,
-        :],
+        g, 1 - bad, 0, off, inside, 0, scale_off, block < blocks, row, column // 8 + tl.arange(0, 8)[None, :],
         w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id,
         EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, STOCHASTIC, MASKED, OBSERVE,
     )  # fmt: skip

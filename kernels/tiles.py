@@ -3,7 +3,8 @@
 A tile is R rows by C columns (C a multiple of 64) of a tensor's matrix view. Kernels describe it by the
 element offset of its origin (`base`, int64 scalar) and the offsets inside it (`off`, [R, C]), the same for
 its block scales (`scale_base`, `scale_off` [R, C // 64]), masks, and the coordinates for random bits (`row`
-[R, 1], `pair` = column // 2, [R or 1, C // 2]). Codecs are compile-time bit fields (`Codec.code`).
+[R, 1], `call` [R or 1, C // 8]: the first column / 8 and counting). Codecs are compile-time bit fields
+(`Codec.code`).
 """
 
 # Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from titanforge.kernels import codecs
 from titanforge.kernels._triton import INTERPRET, constant, converts_fp8, jit, tl
-from titanforge.kernels.philox import random_words
+from titanforge.kernels.philox import lanes, random_words
 
 INTERPRETED = constant(INTERPRET)
 ABSMAX_FLOOR = constant(codecs.SMALLEST_ABSMAX)
@@ -21,6 +22,7 @@ ROUND_TO_INTEGER = constant(12582912.0)  # 1.5 * 2^23
 ROUND_DOUBLE_TO_INTEGER = constant(6755399441055744.0)  # 1.5 * 2^52
 LIFT = constant(8388608.0)  # 2^23
 INVERSE_127, INVERSE_255 = constant(codecs.inverse(127.0)), constant(codecs.inverse(255.0))
+BELOW_127, BELOW_255 = constant(codecs.below(127.0)), constant(codecs.below(255.0))
 LARGEST = constant(3.4028234663852886e38)
 
 KIND, BLOCKWISE, TENSORWISE = constant(codecs.KIND), constant(codecs.BLOCKWISE), constant(codecs.TENSORWISE)
@@ -177,11 +179,14 @@ def to_bf16(x):
 
 @jit
 def to_bf16_stochastic(x, lane):
-    """Add 16 random bits below the last kept one and cut: the mean is x."""
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = (bits + lane) & 0xFFFF0000
-    keep = (bits & 0x7F800000) == 0x7F800000
-    return tl.where(keep, to_bf16(x), rounded.to(tl.float32, bitcast=True).to(tl.bfloat16))
+    """Add 16 random bits below the last kept one and cut: the mean is x. Bits of `lane` above those 16 must be
+    0.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    # An infinity has no low bits to carry. The one NaN of the GPU's arithmetic, 0x7FFFFFFF, would carry into
+    # the sign: the larger of two signed integers is then the NaN. (One instruction, with the sum.)
+    rounded = tl.maximum(bits + lane.to(tl.int32, bitcast=True), bits)
+    return (rounded.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @jit
@@ -197,7 +202,7 @@ def plain_codes(x, lane, CODEC: tl.constexpr):
     elif (CODEC & FORM) == 2 * FORM_UNIT:
         return x.to(tl.float16)
     elif CODEC & RANDOM:
-        return to_bf16_stochastic(x, lane)
+        return to_bf16_stochastic(x, lane & 0xFFFF)
     else:
         return to_bf16(x)
 
@@ -238,24 +243,39 @@ def block_scales(absmax, CODEC: tl.constexpr):
     """
     absmax = tl.maximum(absmax, ABSMAX_FLOOR)
     if (CODEC & FORM) == 0:
-        return quotient(tl.where(absmax > 0, 127.0, 127.0), absmax), absmax * INVERSE_127
+        levels: tl.constexpr = BELOW_127 if (CODEC & RANDOM) != 0 else 127.0
+        scale = absmax * INVERSE_127
     else:
-        return quotient(tl.where(absmax > 0, 255.0, 255.0), absmax), absmax * INVERSE_255
+        levels: tl.constexpr = BELOW_255 if (CODEC & RANDOM) != 0 else 255.0
+        scale = absmax * INVERSE_255
+    return quotient(tl.where(absmax > 0, levels, levels), absmax), scale
+
+
+@jit
+def round_down(y):
+    """1.5 * 2^23 + floor(y) - 128."""
+    if INTERPRETED:
+        return tl.floor(y) + (ROUND_TO_INTEGER - 128.0)
+    else:
+        return tl.inline_asm_elementwise(
+            "add.rm.f32 $0, $1, 0f4B3FFF80;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @jit
 def block_codes(x, factor, lane, CODEC: tl.constexpr):
-    """Codes of a block codec for fp32 x under the factor of its block, |x * factor| at most its levels."""
-    if (CODEC & FORM) == 0:
-        lowest: tl.constexpr = -127.0
-        levels: tl.constexpr = 127.0
-    else:
-        lowest: tl.constexpr = 1.0
-        levels: tl.constexpr = 255.0
+    """Codes of a block codec for fp32 x under the factor of its block, |x * factor| at most its levels. lane: as
+    `philox.lanes` has it for states.
+    """
     # The low byte of 1.5 * 2^23 + q is q in two's complement.
     if CODEC & RANDOM:
-        y = tl.floor(x * factor + lane.to(tl.float32) * 1.52587890625e-05)
-        q = tl.minimum(tl.maximum(y, lowest), levels) + ROUND_TO_INTEGER
+        # floor(y + u), u uniform in [0, 1): the lane is 128 + u, and 128 is taken off in the rounding.
+        u = lane.to(tl.float32, bitcast=True)
+        if INTERPRETED:
+            y = (x.to(tl.float64) * factor.to(tl.float64) + u.to(tl.float64)).to(tl.float32)
+        else:
+            y = tl.fma(x, factor, u)
+        q = round_down(y)
     else:
         # The largest x * factor is the levels up to a rounding: nearest needs no clamp there.
         if INTERPRETED:
@@ -265,8 +285,8 @@ def block_codes(x, factor, lane, CODEC: tl.constexpr):
             q = y.to(tl.float32) + ROUND_TO_INTEGER
         else:
             q = tl.fma(x, factor, ROUND_TO_INTEGER)
-        if (CODEC & FORM) != 0:
-            q = tl.maximum(q, ROUND_TO_INTEGER + 1.0)
+    if (CODEC & FORM) != 0:
+        q = tl.maximum(q, ROUND_TO_INTEGER + 1.0)
     code = q.to(tl.int32, bitcast=True)
     if (CODEC & FORM) == 0:
         return code.to(tl.int8)
@@ -302,8 +322,8 @@ def encode_tile(
     x, lane, ptr, meta_ptr, base, off, mask, write, scale_base, scale_off, scale_mask,
     CODEC: tl.constexpr, MASKED: tl.constexpr, OBSERVE: tl.constexpr,
 ):  # fmt: skip
-    """Store fp32 [R, C] if `write` (an int32 scalar) is not 0. lane: 16 random bits per element in a uint32
-    tile.
+    """Store fp32 [R, C] if `write` (an int32 scalar) is not 0. lane: one of `philox.lanes`, where it rounds
+    at random.
     """
     rows: tl.constexpr = x.shape[0]
     columns: tl.constexpr = x.shape[1]
@@ -346,7 +366,7 @@ def count_nonfinite(g):
 
 @jit
 def update_tile(
-    g, good, base, off, mask, scale_base, scale_off, scale_mask, row, pair,
+    g, good, base, off, mask, scale_base, scale_off, scale_mask, row, call,
     w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id,
     EPILOGUE: tl.constexpr, SLOTS: tl.constexpr, WEIGHT: tl.constexpr, MASTER: tl.constexpr,
     W_CODEC: tl.constexpr, S0_CODEC: tl.constexpr, S1_CODEC: tl.constexpr,
@@ -384,10 +404,7 @@ def update_tile(
     w_new, s0_new, s1_new = EPILOGUE(g, w, s0, s1, h_ptr)
 
     if STOCHASTIC:
-        first, second = random_words(rng_ptr, tensor_id, row, pair)
-        w_lane = first & 0xFFFF
-        s0_lane = first >> 16
-        s1_lane = second & 0xFFFF
+        w_lane, s0_lane, s1_lane = lanes(random_words(rng_ptr, tensor_id, row, call))
     else:
         w_lane = 0
         s0_lane = 0

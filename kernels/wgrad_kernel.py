@@ -179,7 +179,7 @@ def wgrad_kernel(
                 n_inside[:, None] & (column + kk < K)[None, :],
                 first_row * blocks + column // 64, n[:, None] * blocks + block[None, :],
                 n_inside[:, None] & (column // 64 + block < blocks)[None, :],
-                row, column // 2 + tl.arange(0, width // 2)[None, :],
+                row, column // 8 + tl.arange(0, width // 8)[None, :],
                 w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr,
                 tensor_id,
                 EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, STOCHASTIC, masked, OBSERVE,

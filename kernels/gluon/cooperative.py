@@ -22,8 +22,8 @@ from titanforge.kernels.gluon._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from titanforge.kernels.gluon.slices import decode, encode, keep_largest
-from titanforge.kernels.tiles import BLOCKWISE, KIND, LARGEST, TENSORWISE, count_nonfinite
+from titanforge.kernels.gluon.slices import decode, encode, keep_largest, row_lanes
+from titanforge.kernels.tiles import BLOCKWISE, KIND, LARGEST, RANDOM, TENSORWISE, count_nonfinite
 from titanforge.kernels.wgrad_kernel import tile_of
 
 INFINITE = constant(float("inf"))
@@ -165,22 +165,22 @@ def scale_of(meta_ptr, row_scale, CODEC: gl.constexpr):
 
 
 @jit
-def put(ptr, meta_ptr, new, old, good, apply, largest, off, scale_offsets, CODEC: gl.constexpr):
+def put(ptr, meta_ptr, new, old, lane, good, apply, largest, off, scale_offsets, CODEC: gl.constexpr):
     """Encode and store fp32 [R, 64]. good [R]: whether the gradient is finite. Returns the magnitudes met."""
     write = good & apply
     if (CODEC & KIND) == TENSORWISE:
         # The scale of the whole tensor moves, so an unapplied tile is written again under the new one.
         new = gl.where(good[:, None], new, old)
         write = (good | (good == 0)) & apply
-    codes, largest = encode(new, meta_ptr, scale_offsets, write, largest, CODEC)
+    codes, largest = encode(new, lane, meta_ptr, scale_offsets, write, largest, CODEC)
     gl.store(ptr + off, codes, mask=write[:, None], cache_modifier=".cs")
     return largest
 
 
 @jit
 def update_tiles(
-    w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, chunks, chunk_filled, chunk_free,
-    tiles, tiles_n, tiles_k, group, K,
+    w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id, chunks,
+    chunk_filled, chunk_free, tiles, tiles_n, tiles_k, group, K,
     EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, ROWS: gl.constexpr, CHUNKS: gl.constexpr,
@@ -253,38 +253,31 @@ def update_tiles(
                 else:
                     s1 = g
                 w_new, s0_new, s1_new = EPILOGUE(g, w, s0, s1, h_ptr)
+                w_lane = 0
+                s0_lane = 0
+                s1_lane = 0
+                if (W_CODEC | S0_CODEC | S1_CODEC) & RANDOM:
+                    w_lane, s0_lane, s1_lane = row_lanes(
+                        rng_ptr, tensor_id, i * BLOCK_N + piece * ROWS, j * BLOCK_K + chunk * 64, ROWS, LAYOUT
+                    )
                 if MASTER:
                     gl.store(
                         master_ptr + here + off, w_new, mask=(good & apply)[:, None], cache_modifier=".cs"
                     )
                 if WEIGHT:
-                    _largest = put(w_ptr, None, w_new, w, good, apply, 0.0, here + off, scales_here, W_CODEC)
+                    _largest = put(
+                        w_ptr, None, w_new, w, w_lane, good, apply, 0.0, here + off, scales_here, W_CODEC
+                    )
                 if SLOTS >= 1:
                     s0_largest = put(
-                        s0_ptr,
-                        s0_meta_ptr,
-                        s0_new,
-                        s0,
-                        good,
-                        apply,
-                        s0_largest,
-                        here + off,
-                        scales_here,
-                        S0_CODEC,
-                    )
+                        s0_ptr, s0_meta_ptr, s0_new, s0, s0_lane, good, apply, s0_largest, here + off,
+                        scales_here, S0_CODEC,
+                    )  # fmt: skip
                 if SLOTS >= 2:
                     s1_largest = put(
-                        s1_ptr,
-                        s1_meta_ptr,
-                        s1_new,
-                        s1,
-                        good,
-                        apply,
-                        s1_largest,
-                        here + off,
-                        scales_here,
-                        S1_CODEC,
-                    )
+                        s1_ptr, s1_meta_ptr, s1_new, s1, s1_lane, good, apply, s1_largest, here + off,
+                        scales_here, S1_CODEC,
+                    )  # fmt: skip
                 w0 = w1
                 m0 = m1
                 v0 = v1
@@ -296,16 +289,17 @@ def update_tiles(
                 a1 = a2
                 b1 = b2
             mbarrier.arrive(chunk_free.index(slot), count=1)
+        i, j = next_i, next_j
         base = next_base
         scale_base = next_scale_base
     keep_largest(s0_meta_ptr, s0_largest, apply, S0_CODEC)
     keep_largest(s1_meta_ptr, s1_largest, apply, S1_CODEC)
 
 
-@jit(unspecialized=("h_ptr", "norm_ptr", "nonfinite_ptr", "T", "group"))
+@jit(unspecialized=("h_ptr", "rng_ptr", "tensor_id", "norm_ptr", "nonfinite_ptr", "T", "group"))
 def cooperative_kernel(
-    dy_desc, x_desc, w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, norm_ptr,
-    nonfinite_ptr, N, K, T, group,
+    dy_desc, x_desc, w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
+    tensor_id, norm_ptr, nonfinite_ptr, N, K, T, group,
     EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
     NORM: gl.constexpr, COUNT: gl.constexpr,
@@ -337,7 +331,7 @@ def cooperative_kernel(
         (multiply_tiles, (dy_desc, x_desc, dy_buf, x_buf, chunks, filled, chunk_filled, chunk_free, h_ptr,
                           norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, group, NORM, COUNT,
                           BLOCK_N, BLOCK_K, BLOCK_T, STAGES, CHUNKS)),
-        (update_tiles, (w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, chunks,
-                        chunk_filled, chunk_free, tiles, tiles_n, tiles_k, group, K, EPILOGUE, SLOTS, WEIGHT,
+        (update_tiles, (w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
+                        tensor_id, chunks, chunk_filled, chunk_free, tiles, tiles_n, tiles_k, group, K, EPILOGUE, SLOTS, WEIGHT,
                         MASTER, W_CODEC, S0_CODEC, S1_CODEC, BLOCK_N, BLOCK_K, ROWS, CHUNKS)),
     ], [4], [UPDATE_REGISTERS])  # fmt: skip

@@ -49,8 +49,6 @@ def refusal(
         return f"{n} x {k} is not whole tiles of {config.block_n} x {config.block_k}"
     if dy.shape[0] == 0:
         return "no tokens"
-    if target.stochastic:
-        return "stochastic rounding"
     if target.weight is not None and target.weight.codec.kind != "plain":
         return f"weights stored as {target.weight.codec.name}"
     for operand in (dy, x):
@@ -136,6 +134,7 @@ def launch(
     hyper: Tensor,
     config: TileConfig,
     *,
+    rng: Tensor | None = None,
     norm: Tensor | None = None,
     nonfinite: Tensor | None = None,
 ) -> None:
@@ -143,6 +142,7 @@ def launch(
     (tokens, n), k = dy.shape, x.shape[1]
     w, _, master, s0, s0_meta, s1, s1_meta = kernel_parts(target)
     names = target.codec_names
+    rng = rng if target.stochastic else None  # another one of these would be another compilation
     constants = {
         "EPILOGUE": rule.jit, "SLOTS": len(rule.slots), "WEIGHT": w is not None, "MASTER": master is not None,
         "NORM": norm is not None, "COUNT": nonfinite is not None,
@@ -160,8 +160,8 @@ def launch(
     if config.form == COOPERATIVE:
         plain = all(part.codec.kind == "plain" for part in target.parts)
         cooperative_kernel[grid](
-            *operands, w, master, s0, s1, s0_meta, s1_meta, hyper, norm, nonfinite, n, k, tokens,
-            config.group, STAGES=config.stages, CHUNKS=cooperative_chunks(config.stages, stage_bytes),
+            *operands, w, master, s0, s1, s0_meta, s1_meta, hyper, rng, target.tensor_id, norm, nonfinite,
+            n, k, tokens, config.group, STAGES=config.stages, CHUNKS=cooperative_chunks(config.stages, stage_bytes),
             CHUNK_LAYOUT=shared_layout(config.block_n, config.block_k // 4, torch.float32),
             ROWS=cooperative_rows(part_bytes, plain=plain), num_warps=8, **COOPERATIVE_REGISTERS, **constants,
         )  # fmt: skip
@@ -170,6 +170,6 @@ def launch(
     stages, slots = pingpong_memory(config.stages, slot_bytes, stage_bytes)
     pingpong_kernel[grid](
         *operands, *(descriptor(part, (64, 64)) for part in (w, master, s0, s1)), s0_meta, s1_meta, hyper,
-        norm, nonfinite, n, k, tokens, config.group, SLOT_BYTES=slot_bytes, STAGES=stages, RING=slots,
+        rng, target.tensor_id, norm, nonfinite, n, k, tokens, config.group, SLOT_BYTES=slot_bytes, STAGES=stages, RING=slots,
         BY_SLICE=config.overlap and slots >= 4, num_warps=4, **PINGPONG_REGISTERS, **constants,
     )  # fmt: skip

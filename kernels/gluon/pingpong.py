@@ -26,8 +26,15 @@ from titanforge.kernels.gluon._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from titanforge.kernels.gluon.slices import decode, encode, keep_largest, scale_at
-from titanforge.kernels.tiles import KIND, TENSORWISE, count_nonfinite
+from titanforge.kernels.gluon.slices import (
+    accumulator_lanes,
+    accumulator_words,
+    decode,
+    encode,
+    keep_largest,
+    scale_at,
+)
+from titanforge.kernels.tiles import KIND, RANDOM, TENSORWISE, count_nonfinite
 from titanforge.kernels.wgrad_kernel import tile_of
 
 
@@ -158,7 +165,8 @@ def pick_scale(piece, x00, x01, x10, x11, CODEC: gl.constexpr):
 @jit
 def update_slice(
     g, number, write, rescale, s0_scale, s1_scale, s0_largest, s1_largest, s0_offsets, s1_offsets,
-    ring, s0_meta_ptr, s1_meta_ptr, h_ptr, turns, op, piece, WID: gl.constexpr, EPILOGUE: gl.constexpr,
+    ring, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id, first_row, first_column, turns, op, piece,
+    WID: gl.constexpr, EPILOGUE: gl.constexpr,
     SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
     RING: gl.constexpr, BY_SLICE: gl.constexpr,
@@ -166,10 +174,13 @@ def update_slice(
     """Epilogue of one slice, on what the ring holds of it. Returns the magnitudes met (fp8).
 
     write: the slice is applied. rescale: it is not, but the scale of whole-tensor codecs moves on.
+    first_row, first_column: of the slice in the whole weight, for random bits.
     """
     w_buf, master_buf, s0_buf, s1_buf, filled, updated, _free = ring
     layout: gl.constexpr = g.type.layout
     slot = number % RING
+    if (W_CODEC | S0_CODEC | S1_CODEC) & RANDOM:
+        words = accumulator_words(rng_ptr, tensor_id, first_row, first_column, layout)
     if BY_SLICE:
         mbarrier.wait(turns.index((1 - WID) * 4 + piece), op)
     mbarrier.wait(filled.index(slot), (number // RING) & 1)
@@ -191,27 +202,32 @@ def update_slice(
         else:
             s1 = g
         w, s0, s1 = EPILOGUE(g, w, s0, s1, h_ptr)
+        w_lane = 0
+        s0_lane = 0
+        s1_lane = 0
+        if (W_CODEC | S0_CODEC | S1_CODEC) & RANDOM:
+            w_lane, s0_lane, s1_lane = accumulator_lanes(words, layout)
         if MASTER:
             master_buf.index(slot).store(w)
         if WEIGHT:
-            w_codes, _largest = encode(w, None, 0, None, 0.0, W_CODEC)
+            w_codes, _largest = encode(w, w_lane, None, 0, None, 0.0, W_CODEC)
             w_buf.index(slot).store(w_codes)
         if SLOTS >= 1:
-            s0_codes, s0_largest = encode(s0, s0_meta_ptr, s0_offsets, None, s0_largest, S0_CODEC)
+            s0_codes, s0_largest = encode(s0, s0_lane, s0_meta_ptr, s0_offsets, None, s0_largest, S0_CODEC)
             s0_buf.index(slot).store(s0_codes)
         if SLOTS >= 2:
-            s1_codes, s1_largest = encode(s1, s1_meta_ptr, s1_offsets, None, s1_largest, S1_CODEC)
+            s1_codes, s1_largest = encode(s1, s1_lane, s1_meta_ptr, s1_offsets, None, s1_largest, S1_CODEC)
             s1_buf.index(slot).store(s1_codes)
     # Two conditions: the first is decided at compile time.
     if (S0_CODEC & KIND) == TENSORWISE or (S1_CODEC & KIND) == TENSORWISE:  # noqa: SIM102
         if rescale:
             if (S0_CODEC & KIND) == TENSORWISE:
                 old = decode(s0_buf.index(slot).load(layout), s0_scale, S0_CODEC)
-                s0_codes, s0_largest = encode(old, s0_meta_ptr, s0_offsets, None, s0_largest, S0_CODEC)
+                s0_codes, s0_largest = encode(old, 0, s0_meta_ptr, s0_offsets, None, s0_largest, S0_CODEC)
                 s0_buf.index(slot).store(s0_codes)
             if (S1_CODEC & KIND) == TENSORWISE:
                 old = decode(s1_buf.index(slot).load(layout), s1_scale, S1_CODEC)
-                s1_codes, s1_largest = encode(old, s1_meta_ptr, s1_offsets, None, s1_largest, S1_CODEC)
+                s1_codes, s1_largest = encode(old, 0, s1_meta_ptr, s1_offsets, None, s1_largest, S1_CODEC)
                 s1_buf.index(slot).store(s1_codes)
     fence_async_shared()
     mbarrier.arrive(updated.index(slot), count=1)
@@ -221,7 +237,7 @@ def update_slice(
 @jit
 def consume(
     WID: gl.constexpr, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr,
-    norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, scale_stride, group,
+    rng_ptr, tensor_id, norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, scale_stride, group,
     EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
     NORM: gl.constexpr, COUNT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
@@ -293,8 +309,9 @@ def consume(
                 pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale,
                 pick_scale(piece, a00, a01, a10, a11, S0_CODEC),
                 pick_scale(piece, b00, b01, b10, b11, S1_CODEC),
-                s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, update_turns,
-                op, piece, WID, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
+                s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
+                tensor_id, i * BLOCK_N + piece // 2 * 64, j * BLOCK_K + piece % 2 * 64, update_turns, op,
+                piece, WID, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
             )  # fmt: skip
         if not BY_SLICE:
             mbarrier.arrive(update_turns.index(WID), count=1)
@@ -303,10 +320,10 @@ def consume(
     keep_largest(s1_meta_ptr, s1_largest, apply, S1_CODEC)
 
 
-@jit(unspecialized=("h_ptr", "norm_ptr", "nonfinite_ptr", "T", "group"))
+@jit(unspecialized=("h_ptr", "rng_ptr", "tensor_id", "norm_ptr", "nonfinite_ptr", "T", "group"))
 def pingpong_kernel(
-    dy_desc, x_desc, w_desc, master_desc, s0_desc, s1_desc, s0_meta_ptr, s1_meta_ptr, h_ptr, norm_ptr,
-    nonfinite_ptr, N, K, T, group,
+    dy_desc, x_desc, w_desc, master_desc, s0_desc, s1_desc, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
+    tensor_id, norm_ptr, nonfinite_ptr, N, K, T, group,
     EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr, SLOT_BYTES: gl.constexpr,
     NORM: gl.constexpr, COUNT: gl.constexpr,
@@ -362,12 +379,12 @@ def pingpong_kernel(
     ring = (w_buf, master_buf, s0_buf, s1_buf, slot_filled, slot_updated, slot_free)
     parts = (w_desc, master_desc, s0_desc, s1_desc)
     gl.warp_specialize([
-        (consume, (0, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, norm_ptr,
-                   nonfinite_ptr, tiles, steps, tiles_n, tiles_k, scale_stride, group, EPILOGUE, SLOTS,
+        (consume, (0, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
+                   tensor_id, norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, scale_stride, group, EPILOGUE, SLOTS,
                    WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, BLOCK_N, BLOCK_K, STAGES, RING,
                    BY_SLICE)),
-        (consume, (1, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, norm_ptr,
-                   nonfinite_ptr, tiles, steps, tiles_n, tiles_k, scale_stride, group, EPILOGUE, SLOTS,
+        (consume, (1, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
+                   tensor_id, norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, scale_stride, group, EPILOGUE, SLOTS,
                    WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, BLOCK_N, BLOCK_K, STAGES, RING,
                    BY_SLICE)),
         (load_operands, (dy_desc, x_desc, operands, tiles, steps, tiles_n, tiles_k, group, BLOCK_N, BLOCK_K,

@@ -10,6 +10,7 @@ first or second state; parts that a launch does not have are None.
 from __future__ import annotations
 
 from titanforge.kernels.gluon._gluon import gl, jit
+from titanforge.kernels.philox import lanes, random_words
 from titanforge.kernels.tiles import (
     BLOCKWISE,
     KIND,
@@ -44,8 +45,58 @@ def decode(codes, scale, CODEC: gl.constexpr):
 
 
 @jit
-def encode(x, meta_ptr, offsets, mask, largest, CODEC: gl.constexpr):
-    """(codes, largest): what to store of fp32 [R, 64].
+def accumulator_words(rng_ptr, tensor_id, first_row, first_column, LAYOUT: gl.constexpr):
+    """`philox.random_words` of a slice [64, 64] in the layout of a wgmma accumulator, where the eight elements
+    of each call are one thread's.
+    """
+    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None] + first_row
+    columns = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :] + first_column
+    row = _of_calls(rows + columns * 0)
+    call = _of_calls(columns // 32 * 4 + columns % 8 // 2 + rows * 0)
+    return random_words(rng_ptr, tensor_id, row, call)
+
+
+@jit
+def accumulator_lanes(words, LAYOUT: gl.constexpr):
+    """`philox.lanes` of those words, in the layout of the slice."""
+    weight, first, second = lanes(words)
+    return (
+        gl.convert_layout(weight, LAYOUT, assert_trivial=True),
+        gl.convert_layout(first, LAYOUT, assert_trivial=True),
+        gl.convert_layout(second, LAYOUT, assert_trivial=True),
+    )
+
+
+@jit
+def row_lanes(rng_ptr, tensor_id, first_row, first_column, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """`philox.lanes` of a piece [ROWS, 64] where eight threads hold a row, eight neighbouring columns each:
+    a thread makes one call of its row, and the threads of 32 columns exchange their words.
+    """
+    CALLS: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, CALLS))[:, None] + first_row
+    calls = gl.arange(0, 8, gl.SliceLayout(0, CALLS))[None, :] + first_column // 8
+    words = random_words(rng_ptr, tensor_id, rows + calls * 0, calls + rows * 0)
+    weight, first, second = lanes(gl.convert_layout(words, PAIRS))
+    return (
+        gl.convert_layout(weight, LAYOUT, assert_trivial=True),
+        gl.convert_layout(first, LAYOUT, assert_trivial=True),
+        gl.convert_layout(second, LAYOUT, assert_trivial=True),
+    )
+
+
+@jit
+def _of_calls(x):
+    """[64, 64] to [64, 8]: one element of each eight that share a call."""
+    parts, _ = x.reshape((64, 2, 4, 4, 2)).permute((0, 1, 3, 2, 4)).split()
+    parts, _ = parts.reshape((64, 2, 4, 2, 2)).split()
+    parts, _ = parts.split()
+    return parts.reshape((64, 8))
+
+
+@jit
+def encode(x, lane, meta_ptr, offsets, mask, largest, CODEC: gl.constexpr):
+    """(codes, largest): what to store of fp32 [R, 64]. lane: as `tiles.encode_tile`.
 
     Block codecs write their scales here, under `mask` [R] or None. largest [R]: of fp8, the magnitudes of
     each row so far.
@@ -54,13 +105,13 @@ def encode(x, meta_ptr, offsets, mask, largest, CODEC: gl.constexpr):
         x = root(x)
     if (CODEC & KIND) == BLOCKWISE:
         factor, scale = block_scales(gl.max(gl.abs(x), axis=1), CODEC)
-        codes = block_codes(x, factor[:, None], 0, CODEC)
+        codes = block_codes(x, factor[:, None], lane, CODEC)
         gl.store(meta_ptr + offsets, scale, mask=mask)
     elif (CODEC & KIND) == TENSORWISE:
         largest = gl.maximum(largest, gl.max(gl.abs(x), axis=1))
         codes = fp8_codes(x, gl.load(meta_ptr + 1), CODEC)
     else:
-        codes = plain_codes(x, 0, CODEC)
+        codes = plain_codes(x, lane, CODEC)
     return codes, largest
 
 

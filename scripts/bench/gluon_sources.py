@@ -61,12 +61,13 @@ def gluon_source(
     dtypes = (_stored(codecs[0]), torch.float32, _stored(codecs[1]), _stored(codecs[2]))
     part_bytes = sum(dtype.itemsize for dtype, there in zip(dtypes, present) if there)
     scaled = [CODECS[name].kind != "plain" and there for name, there in zip(codecs[1:], present[2:])]
+    random = any(CODECS[name].stochastic for name, there in zip(codecs, (weight, *present[2:])) if there)
     light = all(CODECS[name].kind == "plain" for name, there in zip(codecs, (weight, *present[2:])) if there)
     types: dict[str, Any] = {
         "dy_desc": _descriptor(torch.bfloat16, config.block_t, config.block_n),
         "x_desc": _descriptor(torch.bfloat16, config.block_t, config.block_k),
         "s0_meta_ptr": "*fp32" if scaled[0] else None, "s1_meta_ptr": "*fp32" if scaled[1] else None,
-        "h_ptr": "*fp32", "norm_ptr": "*fp32" if norm else None, "nonfinite_ptr": "*i32",
+        "h_ptr": "*fp32", "rng_ptr": "*i64" if random else None, "tensor_id": "i32", "norm_ptr": "*fp32" if norm else None, "nonfinite_ptr": "*i32",
         **dict.fromkeys(("N", "K", "T", "group"), "i32"),
     }  # fmt: skip
     constants = {
@@ -115,8 +116,7 @@ def gluon_jobs(
         for rule in rules:
             states = [by_kind[kind] for kind in rule.slot_kinds]
             codecs = [weight, *states, *["fp32"] * (2 - len(states))]
-            used = ([weight] if rule.updates_weight else []) + states
-            if any(CODECS[name].stochastic for name in used) or CODECS[weight].kind != "plain":
+            if "fp8" in weight:
                 continue
             for kernel, config in ((pingpong_kernel, _PINGPONG), (cooperative_kernel, _COOPERATIVE)):
                 source = gluon_source(rule, codecs, config, master=master)

@@ -23,28 +23,42 @@ from titanforge.kernels.codecs import (
 from titanforge.kernels.philox import philox4x32, rounding_bits
 
 
-def _words(*counter: int, seed: int) -> list[int]:
-    words = philox4x32(tuple(torch.tensor([value]) for value in counter), seed)  # type: ignore[arg-type]
+def _words(*counter: int, seed: int, rounds: int) -> list[int]:
+    words = philox4x32(tuple(torch.tensor([value]) for value in counter), seed, rounds)  # type: ignore[arg-type]
     return [int(word) for word in words]
 
 
 def test_philox_gives_the_published_vectors() -> None:
-    # Known answers of the Random123 distribution for philox4x32-10.
-    assert _words(0, 0, 0, 0, seed=0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    ones = 0xFFFFFFFF
-    assert _words(ones, ones, ones, ones, seed=-1) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
-    pi = _words(0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, seed=0x299F31D0A4093822)
-    assert pi == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+    # Known answers of the Random123 distribution for philox4x32, with 7 rounds and with 10.
+    zero, ones = (0, 0, 0, 0), (0xFFFFFFFF,) * 4
+    pi, key = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822
+    assert _words(*zero, seed=0, rounds=7) == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+    assert _words(*ones, seed=-1, rounds=7) == [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]
+    assert _words(*pi, seed=key, rounds=7) == [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A]
+    assert _words(*zero, seed=0, rounds=10) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert _words(*ones, seed=-1, rounds=10) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    assert _words(*pi, seed=key, rounds=10) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 
 def test_rounding_bits_are_uniform_and_independent_of_the_tile() -> None:
-    bits = rounding_bits(64, 129, lane=1, seed=5, step=2, tensor_id=1)
-    assert bits.min() >= 0
-    assert bits.max() <= 0xFFFF
-    assert abs(bits.double().mean().item() - 32767.5) < 4 * 18918 / bits.numel() ** 0.5
-    assert torch.equal(bits[:8, :70], rounding_bits(8, 70, lane=1, seed=5, step=2, tensor_id=1))
-    for lane in (0, 2):
-        assert (bits == rounding_bits(64, 129, lane=lane, seed=5, step=2, tensor_id=1)).float().mean() < 1e-2
+    rows, columns = 64, 129
+    lanes = [rounding_bits(rows, columns, lane=lane, seed=5, step=2, tensor_id=1) for lane in range(3)]
+    for lane, bits in enumerate(lanes):
+        assert bits.min() >= 0
+        assert bits.max() <= 0xFFFF
+        assert abs(bits.double().mean().item() - 32767.5) < 4 * 18918 / bits.numel() ** 0.5
+        assert torch.equal(bits[:8, :70], rounding_bits(8, 70, lane=lane, seed=5, step=2, tensor_id=1))
+    # Elements that share a call, and an element's own lanes, are not related in their leading bytes.
+    bits = torch.stack(lanes) >> 8
+    signs = (bits - 127.5).double() / 74.0
+    noise = 4 / (rows * 64) ** 0.5
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert abs((signs[first] * signs[second]).mean()) < noise
+    for distance in (1, 2, 8, 24, 32, 64):
+        for lane in range(3):
+            together = signs[lane][:, :64] * signs[lane][:, distance : distance + 64]
+            assert abs(together.mean()) < noise, (lane, distance)
+        assert abs((signs[0][:, :64] * signs[1][:, distance : distance + 64]).mean()) < noise
 
 
 def _round(value: torch.Tensor, codec: str, step: int) -> torch.Tensor:

@@ -302,8 +302,8 @@ def _encode_blocks_(x: Tensor, codec: Codec, meta: Tensor, bits: Tensor) -> Tens
     levels = below(codec.levels) if codec.stochastic else codec.levels
     factor = (levels / absmax).unsqueeze(-1)
     if codec.stochastic:
-        # In float64, as a fused multiply-add: the product is exact, and the sum (128 + u, as kernels have it) is
-        # rounded once.
+        # In float64, as a fused multiply-add: the product is exact and the sum rounded once. 128 + u, as
+        # kernels have it.
         u = _blocks(128.0 + bits.to(torch.float64) * 2.0**-16)
         y = (blocks.to(torch.float64) * factor.to(torch.float64) + u).to(torch.float32)
         q = torch.floor(y) - 128.0

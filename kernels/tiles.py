@@ -179,9 +179,7 @@ def to_bf16(x):
 
 @jit
 def to_bf16_stochastic(x, lane):
-    """Add 16 random bits below the last kept one and cut: the mean is x. Bits of `lane` above those 16 must be
-    0.
-    """
+    """Add 16 random bits, the uint32 `lane`, below the last kept one and cut: the mean is x."""
     bits = x.to(tl.int32, bitcast=True)
     # An infinity has no low bits to carry. The one NaN of the GPU's arithmetic, 0x7FFFFFFF, would carry into
     # the sign: the larger of two signed integers is then the NaN. (One instruction, with the sum.)
@@ -264,8 +262,8 @@ def round_down(y):
 
 @jit
 def block_codes(x, factor, lane, CODEC: tl.constexpr):
-    """Codes of a block codec for fp32 x under the factor of its block, |x * factor| at most its levels. lane: as
-    `philox.lanes` has it for states.
+    """Codes of a block codec for fp32 x under the factor of its block, |x * factor| at most its levels. lane:
+    as `philox.lanes` has it for states.
     """
     # The low byte of 1.5 * 2^23 + q is q in two's complement.
     if CODEC & RANDOM:

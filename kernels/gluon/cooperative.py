@@ -332,6 +332,7 @@ def cooperative_kernel(
                           norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, group, NORM, COUNT,
                           BLOCK_N, BLOCK_K, BLOCK_T, STAGES, CHUNKS)),
         (update_tiles, (w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
-                        tensor_id, chunks, chunk_filled, chunk_free, tiles, tiles_n, tiles_k, group, K, EPILOGUE, SLOTS, WEIGHT,
-                        MASTER, W_CODEC, S0_CODEC, S1_CODEC, BLOCK_N, BLOCK_K, ROWS, CHUNKS)),
+                        tensor_id, chunks, chunk_filled, chunk_free, tiles, tiles_n, tiles_k, group, K,
+                        EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, BLOCK_N, BLOCK_K, ROWS,
+                        CHUNKS)),
     ], [4], [UPDATE_REGISTERS])  # fmt: skip

@@ -161,7 +161,8 @@ def launch(
         plain = all(part.codec.kind == "plain" for part in target.parts)
         cooperative_kernel[grid](
             *operands, w, master, s0, s1, s0_meta, s1_meta, hyper, rng, target.tensor_id, norm, nonfinite,
-            n, k, tokens, config.group, STAGES=config.stages, CHUNKS=cooperative_chunks(config.stages, stage_bytes),
+            n, k, tokens, config.group, STAGES=config.stages,
+            CHUNKS=cooperative_chunks(config.stages, stage_bytes),
             CHUNK_LAYOUT=shared_layout(config.block_n, config.block_k // 4, torch.float32),
             ROWS=cooperative_rows(part_bytes, plain=plain), num_warps=8, **COOPERATIVE_REGISTERS, **constants,
         )  # fmt: skip
@@ -170,6 +171,7 @@ def launch(
     stages, slots = pingpong_memory(config.stages, slot_bytes, stage_bytes)
     pingpong_kernel[grid](
         *operands, *(descriptor(part, (64, 64)) for part in (w, master, s0, s1)), s0_meta, s1_meta, hyper,
-        rng, target.tensor_id, norm, nonfinite, n, k, tokens, config.group, SLOT_BYTES=slot_bytes, STAGES=stages, RING=slots,
-        BY_SLICE=config.overlap and slots >= 4, num_warps=4, **PINGPONG_REGISTERS, **constants,
+        rng, target.tensor_id, norm, nonfinite, n, k, tokens, config.group, SLOT_BYTES=slot_bytes,
+        STAGES=stages, RING=slots, BY_SLICE=config.overlap and slots >= 4, num_warps=4,
+        **PINGPONG_REGISTERS, **constants,
     )  # fmt: skip

@@ -46,8 +46,8 @@ def decode(codes, scale, CODEC: gl.constexpr):
 
 @jit
 def accumulator_words(rng_ptr, tensor_id, first_row, first_column, LAYOUT: gl.constexpr):
-    """`philox.random_words` of a slice [64, 64] in the layout of a wgmma accumulator, where the eight elements
-    of each call are one thread's.
+    """`philox.random_words` of a slice [64, 64] in the layout of a wgmma accumulator, where the eight
+    elements of each call are one thread's.
     """
     rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None] + first_row
     columns = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :] + first_column

@@ -67,7 +67,8 @@ def gluon_source(
         "dy_desc": _descriptor(torch.bfloat16, config.block_t, config.block_n),
         "x_desc": _descriptor(torch.bfloat16, config.block_t, config.block_k),
         "s0_meta_ptr": "*fp32" if scaled[0] else None, "s1_meta_ptr": "*fp32" if scaled[1] else None,
-        "h_ptr": "*fp32", "rng_ptr": "*i64" if random else None, "tensor_id": "i32", "norm_ptr": "*fp32" if norm else None, "nonfinite_ptr": "*i32",
+        "h_ptr": "*fp32", "rng_ptr": "*i64" if random else None, "tensor_id": "i32",
+        "norm_ptr": "*fp32" if norm else None, "nonfinite_ptr": "*i32",
         **dict.fromkeys(("N", "K", "T", "group"), "i32"),
     }  # fmt: skip
     constants = {

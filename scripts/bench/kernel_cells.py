@@ -22,6 +22,9 @@ BANDWIDTH, FLOPS = 4.25e12, 730e12
 GATE_UP, DOWN, ATTENTION, KEY_VALUE = (14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)
 LAYER = ((GATE_UP, 2), (DOWN, 1), (ATTENTION, 2), (KEY_VALUE, 2))  # one Llama-3.1-8B layer
 LAYERS = 32
+QWEN3_32B = (((25600, 5120), 2), ((5120, 25600), 1), ((8192, 5120), 1), ((5120, 8192), 1), ((1024, 5120), 2))
+MODELS = {"Llama-8B": (LAYER, LAYERS), "Qwen3-32B": (QWEN3_32B, 64)}
+"""By model: (shape, number in a layer) of its linears, and layers."""
 
 RECIPES: dict[str, tuple[str, dict[str, str], bool]] = {
     # name: weight codec, state codec by slot kind, fp32 master
@@ -31,6 +34,7 @@ RECIPES: dict[str, tuple[str, dict[str, str], bool]] = {
     "fp32_states": ("bf16", dict.fromkeys(("signed", "square", "magnitude"), "fp32"), False),
     "master": ("bf16", dict.fromkeys(("signed", "square", "magnitude"), "fp32"), True),
     "fp8": ("bf16", {"signed": "fp8_e4m3", "square": "fp8_root", "magnitude": "fp8_magnitude"}, False),
+    "fp8_sr": ("bf16_sr", {"signed": "fp8_e4m3", "square": "fp8_root", "magnitude": "fp8_magnitude"}, False),
     "int8_sr": ("bf16_sr", {"signed": "int8_sr", "square": "uint8_root_sr", "magnitude": "uint8_sr"}, False),
 }
 

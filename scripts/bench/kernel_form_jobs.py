@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from titanforge.kernels.timing import replay_time
 from titanforge.kernels.wgrad import config_for, fused_wgrad_update, tile_count, wgrad
 
 DEVICE = torch.device("cuda")
+TENSOR_ID = 13
 GEOMETRIES: dict[str, dict[str, TileConfig]] = {
     PINGPONG: {
         "turns": TileConfig(128, 128, 64, stages=4, form=PINGPONG),
@@ -94,11 +96,17 @@ class Timing:
     tokens: int
 
 
+@cache
+def rng() -> Tensor:
+    """Seed and step of everything here that rounds at random."""
+    return torch.tensor([(5 << 40) + 11, 7], device=DEVICE)
+
+
 def run(target: Set, operands: Operands, rule: Any, hyper: Tensor, config: TileConfig, **more: Any) -> None:
     """One fused update."""
     fused_wgrad_update(
         operands.dy, operands.x, target.weight, target.states, rule, hyper, master=target.master,
-        config=config, **more,
+        rng=rng(), tensor_id=TENSOR_ID, config=config, **more,
     )  # fmt: skip
 
 
@@ -146,7 +154,7 @@ def check_exact(check: Check, config: TileConfig, shape: tuple[int, int], tokens
     gradient = wgrad(operands.dy, operands.x)
     flat_update(
         rule, [wanted.weight] if wanted.weight is not None else None, [gradient], [wanted.states], hyper,
-        masters=[wanted.master],
+        masters=[wanted.master], rng=rng(), tensor_ids=[TENSOR_ID],
     )  # fmt: skip
     told = differences(found, wanted, start, config)
     squares = float(gradient.double().square().sum())

@@ -9,6 +9,7 @@ counted; the norms of tiles. What fails a check is not timed. Called by `kernels
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -23,14 +24,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from kernel_cells import DOWN, GATE_UP, LAYER, LAYERS
+from kernel_cells import DOWN, GATE_UP, LAYER, MODELS, QWEN3_32B
 from kernel_form_jobs import GEOMETRIES, Check, Timing
 
 from titanforge.kernels.forms import COOPERATIVE, PINGPONG, PORTABLE, unavailable
 
 
-def checks(forms: Sequence[str]) -> list[Check]:
+def checks(forms: Sequence[str], which: str) -> list[Check]:
     """What to check, the most wanted first."""
+    if which == "random":
+        return random_checks(forms)
     kinds = (
         ("adamw", "bf16"), ("adamw", "int8"), ("momentum_state", "bf16"), ("momentum_state", "fp32_states"),
         ("adamw", "fp8"), ("adamw", "fp32_states"), ("adamw", "master"), ("lion", "bf16"),
@@ -49,13 +52,47 @@ def checks(forms: Sequence[str]) -> list[Check]:
     return listed
 
 
-def timings(forms: Sequence[str]) -> list[Timing]:
+def random_checks(forms: Sequence[str]) -> list[Check]:
+    """The same of stochastic rounding."""
+    geometries = {PINGPONG: ("overlap", "turns"), COOPERATIVE: ("32x4",)}
+    listed = [
+        Check(form, geometry, "adamw", recipe)
+        for recipe in ("int8_sr", "bf16_sr", "fp8_sr")
+        for form in forms
+        for geometry in geometries.get(form, ())
+    ]
+    return listed + [
+        Check(form, geometries[form][0], rule, "bf16_sr")
+        for rule in ("momentum_state", "lion")
+        for form in forms
+        if form in geometries
+    ]
+
+
+def group(shape: tuple[int, int]) -> int:
+    """Rows of tiles that `auto` walks at a time in pp2."""
+    return 8 if shape[1] > 8192 else 1
+
+
+def random_timings(forms: Sequence[str]) -> list[Timing]:
+    """Stochastic rounding beside the same states rounded to nearest."""
+    shapes, large = ([shape for shape, _ in layer] for layer in (LAYER, QWEN3_32B))
+    listed = [Timing(PINGPONG, "overlap", group(s), "adamw", "int8_sr", s, 512) for s in (*large, *shapes)]
+    listed += [Timing(PORTABLE, "", 0, "adamw", "int8_sr", s, 512) for s in (*large, *shapes)]
+    listed += [Timing(PINGPONG, "turns", group(s), "adamw", "int8_sr", s, 512) for s in shapes]
+    for recipe in ("bf16_sr", "fp8_sr"):
+        for geometry in ("turns", "overlap"):
+            listed += [Timing(PINGPONG, geometry, group(s), "adamw", recipe, s, 512) for s in shapes]
+    listed += [Timing(COOPERATIVE, "32x4", 8, "adamw", "int8_sr", s, 4096) for s in shapes]
+    listed += [Timing(PORTABLE, "", 0, "adamw", "int8_sr", s, 4096) for s in shapes]
+    return [timing for timing in listed if timing.form in forms]
+
+
+def timings(forms: Sequence[str], which: str) -> list[Timing]:
     """What to time, the most wanted first."""
+    if which == "random":
+        return random_timings(forms)
     shapes = [shape for shape, _ in LAYER]
-
-    def group(shape: tuple[int, int]) -> int:
-        return 8 if shape[1] > 8192 else 1
-
     listed: list[Timing] = []
     for recipe in ("bf16", "int8", "fp8"):
         for geometry in ("turns", "overlap"):
@@ -138,12 +175,12 @@ def tell_check(check: Check, answer: dict[str, Any]) -> bool:
 
 
 def best_totals(cells: list[dict[str, Any]], standards: dict[Any, dict[str, float]]) -> list[str]:
-    """Lines: all linears of a Llama-3.1-8B step by form, with the best geometry of each shape."""
+    """Lines: all linears of a model's step by form, with the best geometry of each shape."""
     lines = []
     keys = dict.fromkeys((c["form"], c["recipe"], c["tokens"]) for c in cells if c["rule"] == "adamw")
-    for form, recipe, tokens in keys:
+    for (form, recipe, tokens), (model, (layer, layers)) in itertools.product(keys, MODELS.items()):
         total = floor = standard = 0.0
-        for shape, count in LAYER:
+        for shape, count in layer:
             found = [
                 c for c in cells
                 if (c["form"], c["recipe"], c["tokens"], tuple(c["shape"]), c["rule"])
@@ -151,19 +188,23 @@ def best_totals(cells: list[dict[str, Any]], standards: dict[Any, dict[str, floa
             ]  # fmt: skip
             if not found:
                 break
-            total += LAYERS * count * min(c["ms"] for c in found)
-            floor += LAYERS * count * found[0]["floor_ms"]
-            standard += LAYERS * count * standards.get((shape, tokens), {}).get("standard_ms", float("nan"))
+            total += layers * count * min(c["ms"] for c in found)
+            floor += layers * count * found[0]["floor_ms"]
+            standard += layers * count * standards.get((shape, tokens), {}).get("standard_ms", float("nan"))
         else:
             lines.append(
-                f"Llama-8B linears  {form:9s} {recipe:6s} tokens {tokens:5d}: {total:7.2f} ms  "
+                f"{model} linears  {form:9s} {recipe:8s} tokens {tokens:5d}: {total:7.2f} ms  "
                 f"floor {floor:6.2f}  standard {standard:7.2f}  ratio {total / standard:.2f}"
             )
     return lines
 
 
-def compare_forms(forms: Sequence[str], out: Path, budget: float, processes: int) -> int:
-    """Check, then time; 1 if anything asked for is wrong or fails."""
+def compare_forms(
+    forms: Sequence[str], out: Path, budget: float, processes: int, which: str = "default"
+) -> int:
+    """Check, then time; 1 if anything asked for is wrong or fails. which: default, or random (stochastic
+    rounding).
+    """
     began = time.time()
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda")
@@ -181,7 +222,7 @@ def compare_forms(forms: Sequence[str], out: Path, budget: float, processes: int
     right: set[tuple[str, str, str, str]] = set()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(processes) as pool:
         folder = Path(name)
-        listed = checks(forms)
+        listed = checks(forms, which)
         running = []
         for number, check in enumerate(listed):
             job = {"kind": "check", "check": asdict(check), "limit": 75}
@@ -201,7 +242,7 @@ def compare_forms(forms: Sequence[str], out: Path, budget: float, processes: int
             # A geometry that was not checked with this recipe is not timed with it either.
             return timing.form == PORTABLE or key in right
 
-        wanted = [timing for timing in timings(forms) if runs(timing)]
+        wanted = [timing for timing in timings(forms, which) if runs(timing)]
         sizes = list(dict.fromkeys((timing.shape, timing.tokens) for timing in wanted))
         until = began + budget
         # The standard path and the portable form cannot hang: one process for both.

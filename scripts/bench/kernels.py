@@ -5,10 +5,12 @@ equals store-G and flat pass, bit for bit); median time over CUDA-graph replays 
 to the floor max(bytes / 4.25 TB/s, FLOPs / 730 TF/s) and to cuBLAS G + torch fused AdamW. Writes kernels.json
 and kernels.md.
 
-    python scripts/bench/kernels.py --out FOLDER [--set default|quick|full] [--budget SECONDS] [--tune]
+    python scripts/bench/kernels.py --out FOLDER [--set default|quick|full|random] [--budget SECONDS] [--tune]
     python scripts/bench/kernels.py --out FOLDER --forms portable pp2 coop [--budget SECONDS] [--processes N]
+        [--set default|random]
 
-The second compares the forms of the kernel (`kernel_forms.py`), each in processes of its own.
+The second compares the forms of the kernel (`kernel_forms.py`), each in processes of its own. The set
+`random` is of stochastic rounding.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ def cells(name: str) -> list[Cell]:
     shapes = [shape for shape, _ in LAYER]
     if name == "quick":
         return [Cell("adamw", recipe, ATTENTION, 512) for recipe in ("bf16", "int8")]
+    if name == "random":
+        return [Cell("adamw", recipe, shape, 512) for recipe in ("int8_sr", "bf16_sr") for shape in shapes]
     listed = [Cell("adamw", "bf16", shape, tokens) for tokens in (512, 4096, 2048) for shape in shapes]
     listed += [Cell("adamw", "int8", shape, 512) for shape in shapes]
     listed += [Cell("momentum_state", "bf16", GATE_UP, tokens) for tokens in (512, 4096)]
@@ -231,7 +235,7 @@ def main() -> int:
     """Run a set of cells; 1 if a cell failed or a T0 gate did not hold."""
     parser = argparse.ArgumentParser(description="Measure the fused update kernels.")
     parser.add_argument("--out", type=Path, required=True, help="folder for kernels.json and kernels.md")
-    parser.add_argument("--set", choices=("default", "quick", "full"), default="default")
+    parser.add_argument("--set", choices=("default", "quick", "full", "random"), default="default")
     parser.add_argument("--budget", type=float, default=210.0, help="seconds in which cells begin")
     parser.add_argument("--tune", action="store_true", help="autotune Llama-8B's shapes first")
     parser.add_argument(
@@ -244,7 +248,9 @@ def main() -> int:
     if arguments.forms:
         from kernel_forms import compare_forms
 
-        return compare_forms(arguments.forms, arguments.out, arguments.budget, arguments.processes)
+        return compare_forms(
+            arguments.forms, arguments.out, arguments.budget, arguments.processes, arguments.set
+        )
     device = torch.device("cuda")
     arguments.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {

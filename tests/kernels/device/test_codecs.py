@@ -60,3 +60,14 @@ def test_rounding_bits_depend_on_seed_step_and_tensor_only(device: torch.device)
     assert torch.equal(base, store(1, 2, 3))
     for other in (store(2, 2, 3), store(1 << 33, 2, 3), store(1, 3, 3), store(1, 2, 4)):
         assert not torch.equal(base, other)
+
+
+def test_rounding_at_random_keeps_what_is_not_finite(device: torch.device) -> None:
+    # The NaN of a GPU's arithmetic is 0x7FFFFFFF: random bits added to it would carry into the sign.
+    values = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0]).repeat(4, 16).bfloat16()
+    hyper = hyper_vector(RULE, device, decay=1.0, gain=0.0, grad_scale=1.0)
+    for seed in range(3):
+        part = Encoded(values.to(device), CODECS["bf16_sr"])
+        rng = torch.tensor([seed, 0], device=device)
+        flat_update(RULE, None, [torch.zeros(4, 64, device=device)], [[part]], hyper, rng=rng)
+        assert torch.equal(part.values.cpu().nan_to_num(7.0, 8.0, 9.0), values.nan_to_num(7.0, 8.0, 9.0))

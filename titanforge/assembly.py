@@ -71,6 +71,7 @@ def forge_steps(config: JobConfig, micro_batches: int) -> Steps:
         accumulation=config.forge.accumulation,
         max_norm=training.max_norm,
         undo=training.nonfinite_loss == "skip",
+        keep_logits=config.forge.keep_logits,
     )
 
 

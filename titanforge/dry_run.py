@@ -174,6 +174,7 @@ def rank_memory(
             compiled=config.compile.enable and "model" in config.compile.components,
             loss_chunk_tokens=max(1, chunk_logits * tp // args.vocab_size),
         )
+        + (batch * seq_len * args.vocab_size // tp * compute_bytes if config.forge.keep_logits else 0)
         + (gathered * args.dim * batch * seq_len * compute_bytes * (tp - 1) // tp),
         dp_shard=dims.degree("dp_shard_cp"),
         layer_params=largest_unit(model, tp, dims.ep),

@@ -192,12 +192,18 @@ class Native:
 class Forge:
     """The same rule run in backward, where each weight gradient is made: no gradient is stored."""
 
-    def __init__(self, model: nn.Module, *, config: OptimizerConfig, max_norm: float) -> None:
+    def __init__(
+        self, model: nn.Module, *, config: OptimizerConfig, max_norm: float, keep_logits: bool = False
+    ) -> None:
         if max_norm > 0:
             raise ValueError("the fused arms are timed without clipping: --max-norm 0")
         tokens = torch.arange(8, device=next(model.parameters()).device)[None]
         self.optimizer: Any = build_forge_optimizer(
-            model, config, "bfloat16", probe=lambda: model(tokens, None, None, tokens), steps=Steps()
+            model,
+            config,
+            "bfloat16",
+            probe=lambda: model(tokens, None, None, tokens),
+            steps=Steps(keep_logits=keep_logits),
         )
         self.optimizer.set_lr(1.0)
 
@@ -237,13 +243,16 @@ def build_update(
     max_norm: float,
     capturable: bool = False,
     forge_kernel: str = "auto",
+    keep_logits: bool = False,
 ) -> Update:
-    """One of `UPDATES` over all parameters of the model. forge_kernel: as `forge.kernel`."""
+    """One of `UPDATES` over all parameters of the model. forge_kernel, keep_logits: as in `[forge]`."""
     select_form(forge_kernel, next(model.parameters()).device)
     if kind == "native" or kind.startswith("forge"):
         state_dtype: Any = "int8" if kind == "forge-int8" else "bfloat16"
         config = OptimizerConfig(name="AdamW", lr=lr, implementation="native", state_dtype=state_dtype)
-        return (Native if kind == "native" else Forge)(model, config=config, max_norm=max_norm)
+        if kind == "native":
+            return Native(model, config=config, max_norm=max_norm)
+        return Forge(model, config=config, max_norm=max_norm, keep_logits=keep_logits)
     return TorchAdamW(model, lr=lr, max_norm=max_norm, fused=kind == "torch-fused", capturable=capturable)
 
 

@@ -90,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
         "--forge-kernel", default="auto", choices=("auto", "portable", "pp2", "coop"),
         help="form of the fused arms' kernel, as forge.kernel",
     )  # fmt: skip
+    parser.add_argument(
+        "--keep-logits", action="store_true", help="of the fused arms' head, as forge.keep_logits"
+    )
     parser.add_argument("--cell-timeout", type=float, default=240.0, help="seconds for one method")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all methods")
     parser.add_argument("--cell", choices=METHODS, default=None, help=argparse.SUPPRESS)
@@ -124,6 +127,7 @@ def run_method(args: argparse.Namespace) -> dict[str, Any]:
             max_norm=args.max_norm,
             capturable=graphed,
             forge_kernel=args.forge_kernel,
+            keep_logits=args.keep_logits,
         )
     pool = token_pool(model.args.vocab_size, args.batch, seq_len, device=args.device)
     plain = TrainStep(model, update)
@@ -150,6 +154,7 @@ def run_method(args: argparse.Namespace) -> dict[str, Any]:
         "seq_len": seq_len,
         "ac": ac,
         "forge_kernel": args.forge_kernel if kind.startswith("forge") else None,
+        "keep_logits": args.keep_logits if kind.startswith("forge") else None,
         "forms": forms,
         "weights_gib": sum(p.numel() * p.element_size() for p in model.parameters()) / GIB,
         "states_gib": None

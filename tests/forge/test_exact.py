@@ -184,3 +184,43 @@ def test_head_in_chunks_of_rows(
     assert list(head._chunks(32, 300)) == [(0, 256), (256, 44)]
     assert train(chunked, second, 0, 4, micro_batches=micro_batches) == pytest.approx(losses, abs=1e-5)
     assert largest_difference(weights(whole), weights(chunked)) < (2e-5 if not recipe else 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "micro_batches"),
+    [
+        ("adamw", {}, 1),
+        ("adamw", {"state_dtype": "fp8"}, 1),
+        ("lamb", {}, 1),
+        ("adamw", {}, 3),
+        ("sgd", {}, 3),
+    ],
+    ids=str,
+)
+def test_head_that_keeps_its_logits(
+    name: str, recipe: dict[str, Any], micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same run as with logits that are formed again, with one product of the vocabulary's width less."""
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 1)
+    options = options_of(name, **recipe)
+    again, kept = llama(), llama()
+    steps = {"micro_batches": micro_batches, "tokens": 32}
+    first, second = fuse(again, options, **steps), fuse(kept, options, **steps, keep_logits=True)
+    formed: dict[str, int] = {}
+
+    def count(model: Any, optimizer: Any, label: str) -> list[float]:
+        linear = head.F.linear
+
+        def counted(x: Any, weight: Any, *rest: Any) -> Any:
+            formed[label] = formed.get(label, 0) + weight.shape[0]
+            return linear(x, weight, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(head.F, "linear", counted)
+            return train(model, optimizer, 0, 3, micro_batches=micro_batches)
+
+    losses = count(again, first, "again")
+    assert count(kept, second, "kept") == pytest.approx(losses, abs=1e-5)
+    assert largest_difference(weights(again), weights(kept)) < (2e-5 if not recipe else 2e-3)
+    stashed = second._plans["output.weight"].join == "stash"
+    assert (formed["kept"] < formed["again"]) != stashed

@@ -417,6 +417,10 @@ class Forge:
     """How `training.max_norm` is honoured by fused weights: `exact` cannot be, `lagged` can."""
     accumulation: Literal["auto", "stash", "buffer"] = "auto"
     """How micro-batches are joined for rules that are not affine in the gradient."""
+    keep_logits: bool = False
+    """Keep a fused head's logits from forward to backward in place of forming them again: one matrix product
+    of the head's four less, for tokens x vocabulary x 2 bytes (bf16) more at the peak. Without effect where
+    the head's micro-batches are stashed."""
 
 
 @dataclass

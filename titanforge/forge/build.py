@@ -26,11 +26,11 @@ Planner = Callable[[UpdateRule, Placement, Mapping[str, int], Schedule], ParamPl
 
 @dataclass(frozen=True)
 class Steps:
-    """How training runs, as far as the plan depends on it.
+    """How training runs, as far as fused updates depend on it.
 
     micro_batches: per step. tokens: per micro-batch. accumulation: `forge.accumulation`. max_norm: of lagged
     clipping; 0: none. undo: a refused step must leave the states of affine rules as they were even after some
-    of its micro-batches (`training.nonfinite_loss = "skip"`).
+    of its micro-batches (`training.nonfinite_loss = "skip"`). keep_logits: `forge.keep_logits`.
     """
 
     micro_batches: int = 1
@@ -38,6 +38,7 @@ class Steps:
     accumulation: str = "auto"
     max_norm: float = 0.0
     undo: bool = False
+    keep_logits: bool = False
 
 
 def attach(
@@ -85,6 +86,7 @@ def attach(
         plans,
         micro_batches=steps.micro_batches,
         max_norm=steps.max_norm,
+        keep_logits=steps.keep_logits,
         seed=seed,
         captured=captured,
         ranks=ranks,

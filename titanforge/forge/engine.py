@@ -55,6 +55,7 @@ class ForgeOptimizer(RuleOptimizer):
         *,
         micro_batches: int = 1,
         max_norm: float = 0.0,
+        keep_logits: bool = False,
         seed: int = 0,
         captured: Mapping[str, Reader] | None = None,
         ranks: Ranks | None = None,
@@ -78,14 +79,14 @@ class ForgeOptimizer(RuleOptimizer):
         self._hooks: list[RemovableHandle] = []
         self._modules: list[nn.Module] = []
         self._updates = WeightUpdates(self._clock, self.capture, update_in_backward)
-        self._fuse(covered)
+        self._fuse(covered, keep_logits)
 
     # ---------------------------------------------------------------- building
 
     def _entries_with_family(self) -> list[tuple[Entry, Family]]:
         return [(entry, family) for family in self._families for entry in family.entries]
 
-    def _fuse(self, covered: Mapping[str, Covered]) -> None:
+    def _fuse(self, covered: Mapping[str, Covered], keep_logits: bool) -> None:
         handles: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for family, hyper in zip(self._families, self._hyper):
             for entry in family.entries:
@@ -111,7 +112,9 @@ class ForgeOptimizer(RuleOptimizer):
             own = handles.get(id(owners[0].module))
             if own:
                 kinds: dict[str, Kind] = {o.attribute: o.placement.kind for o in owners if o.attribute in own}
-                fuse_module(owners[0].module, kinds, own)
+                # Micro-batches that are joined by their tokens have their logits formed again anyway.
+                stashed = any(self._plans[o.name].join == "stash" for o in owners)
+                fuse_module(owners[0].module, kinds, own, keep_logits and not stashed)
                 self._modules.append(owners[0].module)
 
     def _hook(self, sink: HookedSink, param: nn.Parameter) -> None:

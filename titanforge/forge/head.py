@@ -4,7 +4,8 @@ Chunks of tokens, as the ordinary loss takes them, would leave each tile of the 
 end. A chunk of rows sees all tokens: its logits are formed again in backward from the log-sum-exp that
 forward has kept, its share of the hidden states' gradient is taken from the rows before their update, and its
 tiles are complete. Four matrix products instead of three; neither the gradient [V, D] nor all logits exist at
-any time.
+any time. With `keep_logits` forward keeps them all and backward turns them into their gradient where they
+lie: three products, and N V numbers more at the peak.
 
 N tokens, D model width, V vocabulary, R rows of a chunk.
 """
@@ -58,6 +59,14 @@ def logits_gradient(logits_NR: Tensor, lse_N1: Tensor, column_N1: Tensor, scale_
     return torch.where(scale_N1 == 0, 0.0, gradient_NR).to(logits_NR.dtype)
 
 
+def turn_into_gradient(logits_NR: Tensor, lse_N1: Tensor, column_N1: Tensor, scale_N1: Tensor) -> None:
+    """`logits_gradient` in the logits' own place: elementwise, as no other column may be read meanwhile."""
+    log_p_NR = logits_NR.float() - lse_N1
+    own_NR = torch.arange(logits_NR.shape[1], device=logits_NR.device) == column_N1
+    gradient_NR = torch.where(own_NR, torch.expm1(log_p_NR), log_p_NR.exp()) * scale_N1
+    logits_NR.copy_(torch.where(scale_N1 == 0, 0.0, gradient_NR))
+
+
 def logits_summary(
     logits_NR: Tensor, column_N1: Tensor, lse_N1: Tensor, own_N1: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -74,45 +83,63 @@ def logits_summary(
 
 @torch.library.custom_op("titanforge::forge_head_loss", mutates_args=())
 def head_loss(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, handle: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(sum of the token losses, fp32 scalar; log-sum-exp of each token's logits, fp32 [N])."""
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, handle: Tensor, keep_logits: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum of the token losses, fp32 scalar; log-sum-exp of each token's logits, fp32 [N]; the logits, in the
+    hidden states' dtype, [N, V] or empty).
+    """
     sink = sink_of(handle)
     assert isinstance(sink, HeadSink)
     N, V = hidden_ND.shape[0], weight_VD.shape[0]
     lse_N1 = torch.full((N, 1), -torch.inf, device=hidden_ND.device)
     own_N1 = torch.zeros(N, 1, device=hidden_ND.device)
     labels_N1 = labels_N.unsqueeze(1)
+    kept = F.linear(hidden_ND, weight_VD.to(hidden_ND.dtype)) if keep_logits else hidden_ND.new_empty(0)
     for first, rows in _chunks(N, V):
-        weight_RD = weight_VD[first : first + rows].to(hidden_ND.dtype)
         # Unnamed: a name would keep one chunk's logits while the next one's are made.
-        lse_N1, own_N1 = sink.summary(F.linear(hidden_ND, weight_RD), labels_N1 - first, lse_N1, own_N1)
+        lse_N1, own_N1 = sink.summary(
+            kept[:, first : first + rows]
+            if keep_logits
+            else F.linear(hidden_ND, weight_VD[first : first + rows].to(hidden_ND.dtype)),
+            labels_N1 - first, lse_N1, own_N1,
+        )  # fmt: skip
     loss = torch.where(labels_N1 == IGNORE_INDEX, 0.0, lse_N1 - own_N1).sum()
-    return loss, lse_N1.squeeze(1)
+    return loss, lse_N1.squeeze(1), kept
 
 
 @head_loss.register_fake
-def _(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, handle: Tensor) -> tuple[Tensor, Tensor]:
-    return hidden_ND.new_empty((), dtype=torch.float32), hidden_ND.new_empty(
-        hidden_ND.shape[0], dtype=torch.float32
+def _(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, handle: Tensor, keep_logits: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    N = hidden_ND.shape[0]
+    kept = (N, weight_VD.shape[0]) if keep_logits else (0,)
+    return (
+        hidden_ND.new_empty((), dtype=torch.float32),
+        hidden_ND.new_empty(N, dtype=torch.float32),
+        hidden_ND.new_empty(kept),
     )
 
 
-@torch.library.custom_op("titanforge::forge_head", mutates_args=("weight_VD",))
+@torch.library.custom_op("titanforge::forge_head", mutates_args=("weight_VD", "logits_NV"))
 def consume_head(
-    weight_VD: Tensor, hidden_ND: Tensor, labels_N: Tensor, lse_N: Tensor, grad_loss: Tensor, handle: Tensor
-) -> Tensor:
-    """The hidden states' gradient [N, D]; the weight's goes to its sink."""
+    weight_VD: Tensor, hidden_ND: Tensor, labels_N: Tensor, lse_N: Tensor, logits_NV: Tensor,
+    grad_loss: Tensor, handle: Tensor,
+) -> Tensor:  # fmt: skip
+    """The hidden states' gradient [N, D]; the weight's goes to its sink. logits_NV: as `head_loss` kept them;
+    used up.
+    """
     sink = sink_of(handle)
     assert isinstance(sink, HeadSink)
+    kept = logits_NV if logits_NV.numel() else None
     with sink.writing_to(weight_VD):
-        return sink.loss(weight_VD, _Tokens(hidden_ND, labels_N, lse_N, grad_loss))
+        return sink.loss(weight_VD, _Tokens(hidden_ND, labels_N, lse_N, grad_loss), kept)
 
 
 @consume_head.register_fake
 def _(
-    weight_VD: Tensor, hidden_ND: Tensor, labels_N: Tensor, lse_N: Tensor, grad_loss: Tensor, handle: Tensor
-) -> Tensor:
+    weight_VD: Tensor, hidden_ND: Tensor, labels_N: Tensor, lse_N: Tensor, logits_NV: Tensor,
+    grad_loss: Tensor, handle: Tensor,
+) -> Tensor:  # fmt: skip
     return torch.empty_like(hidden_ND)
 
 
@@ -140,12 +167,15 @@ class _Tokens:
 
 @dataclass(eq=False)
 class HeadSink(Sink):
-    """The sink of a linear that owns the loss. summary, gradient: `logits_summary` and `logits_gradient`, or
-    compiled forms of them.
+    """The sink of a linear that owns the loss.
+
+    summary, gradient, turn: `logits_summary`, `logits_gradient` and `turn_into_gradient`, or their compiled
+    forms.
     """
 
     summary: Callable[..., tuple[Tensor, Tensor]] = logits_summary
     gradient: Callable[..., Tensor] = logits_gradient
+    turn: Callable[..., None] = turn_into_gradient
     _waiting: list[_Tokens] = field(default_factory=list)
 
     def compile_like(self, head: nn.Module) -> None:
@@ -154,6 +184,7 @@ class HeadSink(Sink):
         if options is not None:
             self.summary = torch.compile(logits_summary, *options[0], **options[1])
             self.gradient = torch.compile(logits_gradient, *options[0], **options[1])
+            self.turn = torch.compile(turn_into_gradient, *options[0], **options[1])
 
     def product(self, dy: Tensor, x: Tensor) -> None:
         if self.plan.join == "stash":
@@ -163,16 +194,27 @@ class HeadSink(Sink):
             )
         super().product(dy, x)
 
-    def loss(self, weight_VD: Tensor, tokens: _Tokens) -> Tensor:
-        """One micro-batch: returns the gradient of its hidden states."""
+    def loss(self, weight_VD: Tensor, tokens: _Tokens, kept_NV: Tensor | None = None) -> Tensor:
+        """One micro-batch: returns the gradient of its hidden states. kept: its logits."""
         self.begin()
         if self.plan.join == "stash" and not self.clock.last:
             self._waiting.append(tokens.copy())
             return self._walk(weight_VD, tokens, tokens.hidden.shape[0], consume=False)
+        if kept_NV is not None:
+            return self._at_once(weight_VD, tokens, kept_NV)
         own = tokens.hidden.shape[0]
         joined = _Tokens.joined([tokens, *self._waiting]) if self._waiting else tokens
         self._waiting.clear()
         return self._walk(weight_VD, joined, own, consume=True)
+
+    def _at_once(self, weight_VD: Tensor, tokens: _Tokens, kept_NV: Tensor) -> Tensor:
+        """From the logits of all rows, which become their gradient."""
+        N, V = kept_NV.shape
+        for first, rows in _chunks(N, V):
+            self.turn(kept_NV[:, first : first + rows], tokens.lse, tokens.labels - first, tokens.scale)
+        grad_hidden = kept_NV @ weight_VD.to(kept_NV.dtype)  # before the update
+        self._take(Product(kept_NV, tokens.hidden))
+        return grad_hidden
 
     def _walk(self, weight_VD: Tensor, tokens: _Tokens, own: int, consume: bool) -> Tensor:
         """Over the chunks of rows. own: the first tokens, whose hidden states get their gradient here."""
@@ -235,20 +277,29 @@ class FusedHeadLoss(torch.autograd.Function):
     """Sum of the cross-entropies of `hidden Wᵀ`; see the module's text."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, handle: Tensor) -> Tensor:
-        loss, lse_N = head_loss(hidden_ND, weight_VD, labels_N, handle)
-        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, lse_N, handle)
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, handle: Tensor, keep_logits: bool
+    ) -> Tensor:
+        loss, lse_N, logits_NV = head_loss(hidden_ND, weight_VD, labels_N, handle, keep_logits)
+        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, lse_N, logits_NV, handle)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, labels_N, lse_N, handle = ctx.saved_tensors
-        grad_hidden_ND = consume_head(weight_VD, hidden_ND, labels_N, lse_N, grad_outputs[0], handle)
-        return grad_hidden_ND, None, None, None
+        hidden_ND, weight_VD, labels_N, lse_N, logits_NV, handle = ctx.saved_tensors
+        grad_hidden_ND = consume_head(
+            weight_VD, hidden_ND, labels_N, lse_N, logits_NV, grad_outputs[0], handle
+        )
+        return grad_hidden_ND, None, None, None, None
 
 
 def fused_head_loss(
-    hidden: Tensor, weight_VD: Tensor, labels: Tensor, handle: Tensor, dtype: torch.dtype
+    hidden: Tensor,
+    weight_VD: Tensor,
+    labels: Tensor,
+    handle: Tensor,
+    dtype: torch.dtype,
+    keep_logits: bool = False,
 ) -> Tensor:
     """Summed loss, fp32 scalar, of the tokens whose label is not -100. hidden: [..., D]; labels: [...]."""
     device_type = hidden.device.type
@@ -258,6 +309,6 @@ def fused_head_loss(
         raise ValueError("no tokens: the loss of an empty batch has no meaning")
     with torch.autocast(device_type, enabled=False):
         hidden_ND = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-        loss = FusedHeadLoss.apply(hidden_ND, weight_VD, labels.reshape(-1), handle)
+        loss = FusedHeadLoss.apply(hidden_ND, weight_VD, labels.reshape(-1), handle, keep_logits)
     assert isinstance(loss, Tensor)
     return loss

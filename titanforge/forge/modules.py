@@ -19,10 +19,12 @@ from titanforge.forge.plan import Kind
 from titanforge.forge.vector import Tap
 
 
-def fuse_module(module: nn.Module, kinds: Mapping[str, Kind], handles: Mapping[str, Tensor]) -> None:
+def fuse_module(
+    module: nn.Module, kinds: Mapping[str, Kind], handles: Mapping[str, Tensor], keep_logits: bool = False
+) -> None:
     """Let a module's parameters be consumed in backward.
 
-    kinds, handles: of its fused parameters, by attribute.
+    kinds, handles: of its fused parameters, by attribute. keep_logits: of a head.
     """
     for attribute, handle in handles.items():
         read = getattr(module, attribute)
@@ -32,6 +34,8 @@ def fuse_module(module: nn.Module, kinds: Mapping[str, Kind], handles: Mapping[s
         setattr(module, f"_forge_{attribute}_dtype", read.dtype)
     vectors = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "vector"))
     experts = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "experts"))
+    if kinds.get("weight") == "head":
+        module._forge_keep_logits = keep_logits  # pyright: ignore[reportArgumentType]
     module.__class__ = _fused_class(type(module), kinds.get("weight"), vectors, experts)
 
 
@@ -109,6 +113,6 @@ def _head_forward(base: type[nn.Module]):
         weight, dtype = self._forge_weight_data, self._forge_weight_dtype
         if labels is None:
             return fused_linear(input, weight, None, self._forge_weight, dtype)
-        return fused_head_loss(input, weight, labels, self._forge_weight, dtype)
+        return fused_head_loss(input, weight, labels, self._forge_weight, dtype, self._forge_keep_logits)
 
     return forward

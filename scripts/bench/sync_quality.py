@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.bench import sync_report  # noqa: E402
-from scripts.bench.sync_threads import VALIDATION_SEQUENCES, late, train_threads  # noqa: E402
+from scripts.bench.sync_processes import Train, train_processes  # noqa: E402
+from scripts.bench.sync_threads import train_threads  # noqa: E402
 from titanforge.config.sections import Sync  # noqa: E402
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -105,18 +104,27 @@ def matched(result: dict[str, Any], options: argparse.Namespace) -> dict[str, di
     return {f"scheduled {interval}": sync | {"policy": "scheduled", "interval": interval}}
 
 
-Train = Callable[[str, dict[str, Any], argparse.Namespace, float], None]
-"""Trains a cell for at most so many seconds, and stores what came of it."""
-
-
 def fitting_steps(options: argparse.Namespace, train: Train) -> int:
     """Steps that a cell of every_step takes in `--fit` seconds, by a short one; at most `--steps`."""
     probe = argparse.Namespace(**vars(options) | {"steps": 30})
-    if not (found := done("probe", probe)):
-        train("probe", {"policy": "every_step"}, probe, options.cell_seconds)
-        found = done("probe", probe)
+    found = attempt("probe", {"policy": "every_step"}, probe, train, options.cell_seconds)
     assert found is not None
     return max(30, min(options.steps, int(options.fit / found["step_seconds"])))
+
+
+def best_rate(options: argparse.Namespace, train: Train) -> float:
+    """The rate of `--tune` with which every_step ends lowest, after `--tune-steps`: a policy is compared with
+    a run that could not simply take larger steps."""
+    found = {}
+    for rate in options.tune:
+        probe = argparse.Namespace(**vars(options) | {"steps": options.tune_steps, "lr": rate})
+        every = {"policy": "every_step"}
+        result = attempt(f"rate {rate:g}", every, probe, train, options.cell_seconds)
+        if result and result["finished"]:
+            found[rate] = result["validation_loss"]
+    if not found:
+        raise SystemExit("--tune: no rate came to its last step")
+    return min(found, key=lambda rate: found[rate])
 
 
 def go_through(options: argparse.Namespace, train: Train) -> None:
@@ -124,6 +132,8 @@ def go_through(options: argparse.Namespace, train: Train) -> None:
     end, longest = time.monotonic() + options.seconds, 0.0
     results: list[dict[str, Any]] = []
     options.seed = options.seeds[0]
+    if options.tune:
+        options.lr = best_rate(options, train)
     if options.fit:
         options.steps = fitting_steps(options, train)
     for seed in options.seeds:
@@ -135,8 +145,7 @@ def go_through(options: argparse.Namespace, train: Train) -> None:
             begun.add(name)
             found, begin = done(name, options), time.monotonic()
             if not (found and found["finished"]) and end - begin > longest:
-                train(name, sync, options, min(end - begin, options.cell_seconds))
-                found = done(name, options)
+                found = attempt(name, sync, options, train, min(end - begin, options.cell_seconds))
                 longest = max(longest, time.monotonic() - begin)
             if found:
                 results.append(found)
@@ -148,151 +157,6 @@ def go_through(options: argparse.Namespace, train: Train) -> None:
         print((options.output / "results.md").read_text())
     else:
         print("no cell was run")
-
-
-# ---------------------------------------------------------------- processes
-
-
-def arguments(folder: Path, options: argparse.Namespace, sync: dict[str, Any]) -> list[str]:
-    """Of train.py."""
-    size = SIZES[options.size]
-    batch = options.batch or size["batch"]
-    keys = {
-        "job.config_file": ROOT / "train_configs" / "debug_model.toml",
-        "job.dump_folder": folder,
-        "job.description": folder.name,
-        **{f"model.{key}": value for key, value in size["model"].items()},
-        "training.seq_len": size["seq_len"],
-        "training.local_batch_size": batch,
-        "training.max_norm": 0,
-        "training.mixed_precision_param": "bfloat16" if options.device == "cuda" else "float32",
-        "training.steps": options.steps,
-        "optimizer.name": "Dion",
-        "optimizer.lr": options.lr or size["lr"],
-        "optimizer.momentum": options.momentum,
-        "optimizer.dion.rank_fraction": options.rank_fraction,
-        "optimizer.dion.error_feedback": options.error_feedback,
-        "optimizer.scalar.lr": options.scalar_lr or options.lr or size["lr"],
-        "lr_scheduler.warmup_steps": options.lr_warmup,
-        "lr_scheduler.decay_ratio": options.decay,
-        "data.validation_fraction": 0.05,
-        "validation.enable": True,
-        "validation.freq": options.steps,  # an evaluation is a sync point: only the last step has one
-        "validation.steps": max(1, VALIDATION_SEQUENCES // (batch * options.replicas)),
-        "validation.local_batch_size": batch,
-        "training.dataloader.num_workers": 2 if options.device == "cuda" else 0,
-        "metrics.log_freq": 1,
-        "parallelism.data_parallel_replicate_degree": options.replicas,
-        "parallelism.data_parallel_shard_degree": 1,
-        "debug.seed": options.seed,
-        **{f"sync.{key}": value for key, value in sync.items()},
-    }
-    return [
-        f"--{key}={json.dumps(value) if isinstance(value, bool) else value}"
-        for key, value in keys.items()
-        if value is not None
-    ]
-
-
-def train_process(rank: int, port: int, options: argparse.Namespace) -> None:
-    """One replica of all cells, one after the other, in one process group; the first says which come."""
-    import signal
-
-    import torch.distributed as dist
-
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.replicas),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    # For the moments before and after a run, which has a handler of its own.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    if options.device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
-
-    def say(told: Any = None) -> Any:
-        box = [told]
-        dist.broadcast_object_list(box, device=torch.device("cpu"))
-        return box[0]
-
-    def train(*cell: Any) -> None:
-        say(cell)
-        train_cell(rank, *cell)
-
-    if rank == 0:
-        go_through(options, train)
-        say()
-    else:
-        while cell := say():
-            train_cell(rank, *cell)
-    dist.destroy_process_group()
-
-
-def train_cell(
-    rank: int, name: str, sync: dict[str, Any], options: argparse.Namespace, seconds: float
-) -> None:
-    """This replica's part of a run of train.py."""
-    import contextlib
-    import io
-    import shutil
-    import signal
-    import threading
-
-    import torch.distributed as dist
-
-    from titanforge.interruption import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NONFINITE
-    from train import main as train
-
-    folder, begin = options.output / "runs" / cell_file(name, options).stem, time.monotonic()
-    limit = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
-    limit.daemon = True
-    if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was cut off
-        limit.start()
-    dist.barrier()
-    with contextlib.redirect_stdout(io.StringIO()):
-        code = train(arguments(folder, options, sync))
-    limit.cancel()
-    if code not in (EXIT_DONE, EXIT_INTERRUPTED, EXIT_NONFINITE):
-        raise SystemExit(f"a cell ended with {code}: {name}")
-    if rank == 0:
-        store(name, sync, options, read_run(folder, options.steps), time.monotonic() - begin)
-
-
-def read_run(folder: Path, steps: int) -> dict[str, Any]:
-    """What `train_threads` returns, from the folder of a run of train.py."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    trained = [record for record in records if "loss" in record]
-    validation = [record["validation_loss"] for record in records if "validation_loss" in record]
-    last, totals = trained[-1], {}
-    for key, value in last.items():
-        if key.startswith("comm/") and key.endswith("_bytes"):
-            purpose = key.split("/")[2].removesuffix("_bytes")
-            totals[purpose] = totals.get(purpose, 0) + value
-    return {
-        "losses": [record["loss"] for record in trained],
-        "step_seconds": late([record["step_seconds"] for record in trained]),
-        "syncs": [(r["step"] - 1, r["sync"], r["sync/drift"] or 0.0) for r in records if "sync" in r],
-        "finished": last["step"] == steps and bool(validation),
-        "validation_loss": validation[-1] if validation else float("nan"),
-        "bytes": totals,
-    }
-
-
-def train_processes(options: argparse.Namespace) -> None:
-    import socket
-
-    from torch.multiprocessing.spawn import spawn
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn(train_process, args=(port, options), nprocs=options.replicas)
-
-
-# ---------------------------------------------------------------- all of it
 
 
 def cell_file(name: str, options: argparse.Namespace) -> Path:
@@ -323,15 +187,27 @@ def done(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
     return stored if stored.get("settings") == settings_of(options) else None
 
 
-def train_here(name: str, sync: dict[str, Any], options: argparse.Namespace, seconds: float) -> None:
-    begin = time.monotonic()
-    limited = argparse.Namespace(**vars(options) | {"cell_seconds": seconds})
-    result = train_threads(SIZES[options.size], sync, limited)
+def attempt(
+    name: str, sync: dict[str, Any], options: argparse.Namespace, train: Train, seconds: float
+) -> dict[str, Any] | None:
+    """A cell's result, from before or from now."""
+    if (found := done(name, options)) and found["finished"]:
+        return found
+    begin, folder = time.monotonic(), options.output / "runs" / cell_file(name, options).stem
+    result = train(folder, SIZES[options.size], sync, options, seconds)
     store(name, sync, options, result, time.monotonic() - begin)
+    return done(name, options)
+
+
+def train_here(
+    folder: Path, size: dict[str, Any], sync: dict[str, Any], options: argparse.Namespace, seconds: float
+) -> dict[str, Any]:
+    return train_threads(size, sync, argparse.Namespace(**vars(options) | {"cell_seconds": seconds}))
 
 
 _NOT_SETTINGS = (
-    "output", "fit", "cell_seconds", "seconds", "thresholds", "intervals", "cell", "match", "seed", "seeds",
+    "output", "fit", "tune", "tune_steps", "cell_seconds", "seconds", "thresholds", "intervals", "cell",
+    "match", "seed", "seeds",
 )  # fmt: skip
 
 
@@ -359,6 +235,8 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--local-lr", type=float)
     found.add_argument("--lr", type=float)
+    found.add_argument("--tune", type=float, nargs="+", default=[], help="rates, the best of which is taken")
+    found.add_argument("--tune-steps", type=int, default=150)
     found.add_argument("--scalar-lr", type=float, help="of AdamW for the other weights; default: --lr")
     found.add_argument("--momentum", type=float, default=0.95)
     found.add_argument("--rank-fraction", type=float, default=0.125)
@@ -383,7 +261,7 @@ def main(argv: list[str]) -> int:
         torch.set_num_threads(1)
     options.output.mkdir(parents=True, exist_ok=True)
     if options.mode == "processes":
-        train_processes(options)
+        train_processes(go_through, options)
     else:
         go_through(options, train_here)
     return 0

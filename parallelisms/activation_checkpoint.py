@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from titanforge.parallelisms import context_parallel, ring_attention  # noqa: F401  they enter operators
+
 
 def _kept_operators() -> frozenset:
     """Operators whose results selective checkpointing keeps: costly to redo for the bytes they hold."""
@@ -29,6 +31,8 @@ def _kept_operators() -> frozenset:
     functional = torch.ops._c10d_functional
     kept.add(functional.reduce_scatter_tensor.default)  # never repeat a collective's traffic
     kept.add(functional.all_to_all_single.default)
+    kept.add(torch.ops.titanforge.ring_attention.default)
+    kept.add(torch.ops.titanforge.exchange_heads.default)
     return frozenset(kept)
 
 

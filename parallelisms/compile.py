@@ -75,10 +75,14 @@ def _within_budget(backend: str, memory_budget: float) -> Callable[..., Any]:
             f'activation_checkpoint.mode = "memory_budget": compile.backend = "{backend}" keeps what '
             "autograd would; use inductor, or another mode"
         )
+    settings: dict[str, Any] = {"activation_memory_budget": memory_budget}
+    # Of weights that are split over ranks, torch 2.13 hands graphs the mesh, which holds no activation.
+    if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
+        settings["unsafe_treat_script_objects_as_zero_size"] = True
     compile_graph = torch._dynamo.lookup_backend(backend)
 
     def compile_within_budget(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
-        with partitioner_config.patch(activation_memory_budget=memory_budget):
+        with partitioner_config.patch(settings):
             return compile_graph(graph, inputs, **options)
 
     return compile_within_budget

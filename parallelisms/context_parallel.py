@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanforge.parallelisms.ring_attention import RingAttention
+from titanforge.parallelisms.named_groups import group_named, name_group
+from titanforge.parallelisms.ring_attention import ring_attention
 from titanforge.parallelisms.sequence import arguments
 from titanforge.parallelisms.traffic import Traffic, silent
 
@@ -121,31 +122,27 @@ class Shares:
 def ring_attend(group: dist.ProcessGroup, traffic: Traffic = silent) -> Attend:
     """Attention of this rank's queries to all keys; mask: ``Shares.documents``."""
 
+    name = name_group(group, traffic)
+
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        output = RingAttention.apply(q, k, v, mask, group, traffic)
-        assert isinstance(output, torch.Tensor)
-        return output
+        return ring_attention(q, k, v, mask, name)
 
     return attend
 
 
 def ulysses_attend(whole: Attend, group: dist.ProcessGroup, traffic: Traffic = silent) -> Attend:
     """``whole`` on all tokens and this rank's share of the heads; one all-to-all there, one back."""
-    ranks = group.size()
+    ranks, name = group.size(), name_group(group, traffic)
 
     def attend(q_BHtE: torch.Tensor, k_BKtE: torch.Tensor, v_BKtE: torch.Tensor, mask: Any) -> torch.Tensor:
         k_BKtE, v_BKtE = (spread_heads(x, q_BHtE.shape[1], ranks) for x in (k_BKtE, v_BKtE))
         by_rank = [x.unflatten(1, (ranks, -1)) for x in (q_BHtE, k_BKtE, v_BKtE)]
         sizes = [x.shape[2] for x in by_rank]
-        exchanged = _AllToAll.apply(
-            torch.cat(by_rank, 2).transpose(0, 1), group, traffic
-        )  # [c, B, heads, t, E]
-        assert isinstance(exchanged, torch.Tensor)
+        exchanged = exchange(torch.cat(by_rank, 2).transpose(0, 1), name)  # [c, B, heads, t, E]
         q, k, v = exchanged.permute(1, 2, 0, 3, 4).flatten(2, 3).split(sizes, dim=1)
         out_BhTE = whole(q, k, v, mask)
         shares = out_BhTE.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4)
-        returned = _AllToAll.apply(shares, group, traffic)  # [c, B, heads of that rank, t, E]
-        assert isinstance(returned, torch.Tensor)
+        returned = exchange(shares, name)  # [c, B, heads of that rank, t, E]
         return returned.transpose(0, 1).flatten(1, 2)
 
     return attend
@@ -160,22 +157,31 @@ def spread_heads(x_BKtE: torch.Tensor, n_heads: int, ranks: int) -> torch.Tensor
     return x_BKtE.repeat_interleave((ranks if ranks % K == 0 else n_heads) // K, dim=1)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Slice i of dim 0 goes to rank i; what comes from rank i is slice i. Its own inverse."""
+@torch.library.custom_op("titanforge::exchange_heads", mutates_args=())
+def exchange(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Slice i of dim 0 goes to rank i; what comes from rank i is slice i. Its own inverse, and gradient.
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic) -> torch.Tensor:
-        ctx.group, ctx.traffic = group, traffic
-        x = x.contiguous()
-        received = torch.empty_like(x)
-        traffic("cp", "heads", x.nbytes)
-        dist.all_to_all_single(received, x, group=group)
-        return received
+    One operator to the compiler. group_name: from ``name_group``.
+    """
+    group, traffic = group_named(group_name)
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    traffic("cp", "heads", x.nbytes)
+    dist.all_to_all_single(received, x, group=group)
+    return received
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sent = grad_outputs[0].contiguous()
-        received = torch.empty_like(sent)
-        ctx.traffic("cp", "heads", sent.nbytes)
-        dist.all_to_all_single(received, sent, group=ctx.group)
-        return received, None, None
+
+@exchange.register_fake
+def _(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _note_group(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+    ctx.group_name = inputs[1]
+
+
+def _send_back(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return exchange(grad, ctx.group_name), None
+
+
+exchange.register_autograd(_send_back, setup_context=_note_group)

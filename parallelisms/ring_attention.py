@@ -13,94 +13,155 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import register_flop_formula
 
+from titanforge.parallelisms.named_groups import group_named
 from titanforge.parallelisms.traffic import Traffic, silent
 
 QUERY_ROWS = 2048
 """Queries whose scores are held at once where they are formed."""
 
 
-class RingAttention(torch.autograd.Function):
+def ring_attention(
+    q_BHtE: torch.Tensor,
+    k_BKtE: torch.Tensor,
+    v_BKtE: torch.Tensor,
+    all_documents_cBt: torch.Tensor | None,
+    group_name: str,
+) -> torch.Tensor:
     """softmax(q kᵀ / sqrt(E)) v over the sequences of all ranks, causal, within documents.
 
-    q: [B, H, t, E]; k, v: [B, K, t, E], of this rank's two chunks. documents_Bt, all_documents_cBt: int, this
-    rank's and every rank's document ids; None: one document. Returns [B, H, t, E] in the dtype of q; sums are
-    float32 (float64 for float64 inputs).
+    q: [B, H, t, E]; k, v: [B, K, t, E], of this rank's two chunks. all_documents_cBt: int, every rank's
+    document ids; None: one document. group_name: from ``name_group``. Returns [B, H, t, E] in the dtype of q;
+    sums are float32 (float64 for float64 inputs).
+
+    One operator to the compiler: what it sends stays in its place among the collectives of a step.
     """
+    return _forward(q_BHtE, k_BKtE, v_BKtE, all_documents_cBt, group_name)[0]
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_BHtE: torch.Tensor,
-        k_BKtE: torch.Tensor,
-        v_BKtE: torch.Tensor,
-        all_documents_cBt: torch.Tensor | None,
-        group: dist.ProcessGroup,
-        traffic: Traffic = silent,
-    ) -> torch.Tensor:
-        rank, ranks = group.rank(), group.size()
-        wide = torch.promote_types(q_BHtE.dtype, torch.float32)
-        out = torch.zeros(q_BHtE.shape, dtype=wide, device=q_BHtE.device)
-        lse = out.new_full(q_BHtE.shape[:3], float("-inf"))
-        ring = Ring(torch.stack((k_BKtE, v_BKtE)), group, traffic)
-        for step in range(ranks):
-            if step < ranks - 1:
-                ring.start()
-            source = (rank - step) % ranks
-            rows, columns, causal = visible_part(rank, source, q_BHtE.shape[2])
-            k, v = ring.held[:, :, :, columns]
-            mask = _same_document(all_documents_cBt, rank, source, rows, columns)
-            part, part_lse = attention_part(q_BHtE[:, :, rows], k, v, mask, causal)
-            # Every query sees itself in the first step, so from then on lse is finite.
-            merged = torch.logaddexp(lse[:, :, rows], part_lse)
-            kept = torch.exp(lse[:, :, rows] - merged).unsqueeze(-1)
-            out[:, :, rows] = out[:, :, rows] * kept + part * torch.exp(part_lse - merged).unsqueeze(-1)
-            lse[:, :, rows] = merged
-            if step < ranks - 1:
-                ring.finish()
-        out = out.to(q_BHtE.dtype)
-        ctx.save_for_backward(q_BHtE, k_BKtE, v_BKtE, out, lse, all_documents_cBt)
-        ctx.group, ctx.traffic = group, traffic
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse, documents = ctx.saved_tensors
-        rank, ranks = ctx.group.rank(), ctx.group.size()
-        grad_out = grad_outputs[0]
-        delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-        grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        ring = Ring(torch.stack((k, v)), ctx.group, ctx.traffic)
-        zeros = torch.zeros(ring.held.shape, dtype=lse.dtype, device=q.device)
-        gradients = Ring(zeros, ctx.group, ctx.traffic)
-        for step in range(ranks):
-            if step < ranks - 1:
-                ring.start()
-            source = (rank - step) % ranks
-            rows, columns, causal = visible_part(rank, source, q.shape[2])
-            part_k, part_v = ring.held[:, :, :, columns]
-            grads = attention_part_backward(
-                grad_out[:, :, rows],
-                q[:, :, rows],
-                part_k,
-                part_v,
-                out[:, :, rows],
-                lse[:, :, rows],
-                delta[:, :, rows],
-                _same_document(documents, rank, source, rows, columns),
-                causal,
-            )
-            if step:
-                gradients.finish()
-            grad_q[:, :, rows] += grads[0]
-            gradients.held[0][:, :, columns] += grads[1]
-            gradients.held[1][:, :, columns] += grads[2]
-            gradients.start()  # they travel with their keys, and in the last step home
-            if step < ranks - 1:
-                ring.finish()
-        gradients.finish()
-        grad_k, grad_v = gradients.held
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+@torch.library.custom_op(
+    "titanforge::ring_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? documents, str group_name) -> (Tensor, Tensor)",
+)
+def _forward(
+    q_BHtE: torch.Tensor,
+    k_BKtE: torch.Tensor,
+    v_BKtE: torch.Tensor,
+    all_documents_cBt: torch.Tensor | None,
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Also the log-sum-exp of whole rows [B, H, t], which backward reads."""
+    group, traffic = group_named(group_name)
+    rank, ranks = group.rank(), group.size()
+    wide = torch.promote_types(q_BHtE.dtype, torch.float32)
+    out = torch.zeros(q_BHtE.shape, dtype=wide, device=q_BHtE.device)
+    lse = out.new_full(q_BHtE.shape[:3], float("-inf"))
+    ring = Ring(torch.stack((k_BKtE, v_BKtE)), group, traffic)
+    for step in range(ranks):
+        if step < ranks - 1:
+            ring.start()
+        source = (rank - step) % ranks
+        rows, columns, causal = visible_part(rank, source, q_BHtE.shape[2])
+        k, v = ring.held[:, :, :, columns]
+        mask = _same_document(all_documents_cBt, rank, source, rows, columns)
+        part, part_lse = attention_part(q_BHtE[:, :, rows], k, v, mask, causal)
+        # Every query sees itself in the first step, so from then on lse is finite.
+        merged = torch.logaddexp(lse[:, :, rows], part_lse)
+        kept = torch.exp(lse[:, :, rows] - merged).unsqueeze(-1)
+        out[:, :, rows] = out[:, :, rows] * kept + part * torch.exp(part_lse - merged).unsqueeze(-1)
+        lse[:, :, rows] = merged
+        if step < ranks - 1:
+            ring.finish()
+    return out.to(q_BHtE.dtype), lse
+
+
+@_forward.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None, group_name: str):
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=wide)
+
+
+@torch.library.custom_op(
+    "titanforge::ring_attention_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents,"
+        " str group_name) -> (Tensor, Tensor)"
+    ),
+)
+def _backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    documents: torch.Tensor | None,
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of q, and of k and v [2, B, K, t, E]."""
+    group, traffic = group_named(group_name)
+    rank, ranks = group.rank(), group.size()
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    ring = Ring(torch.stack((k, v)), group, traffic)
+    zeros = torch.zeros(ring.held.shape, dtype=lse.dtype, device=q.device)
+    gradients = Ring(zeros, group, traffic)
+    for step in range(ranks):
+        if step < ranks - 1:
+            ring.start()
+        source = (rank - step) % ranks
+        rows, columns, causal = visible_part(rank, source, q.shape[2])
+        part_k, part_v = ring.held[:, :, :, columns]
+        grads = attention_part_backward(
+            grad_out[:, :, rows],
+            q[:, :, rows],
+            part_k,
+            part_v,
+            out[:, :, rows],
+            lse[:, :, rows],
+            delta[:, :, rows],
+            _same_document(documents, rank, source, rows, columns),
+            causal,
+        )
+        if step:
+            gradients.finish()
+        grad_q[:, :, rows] += grads[0]
+        gradients.held[0][:, :, columns] += grads[1]
+        gradients.held[1][:, :, columns] += grads[2]
+        gradients.start()  # they travel with their keys, and in the last step home
+        if step < ranks - 1:
+            ring.finish()
+    gradients.finish()
+    return grad_q.to(q.dtype), gradients.held.to(k.dtype)
+
+
+@_backward.register_fake
+def _(grad_out, q, k, v, out, lse, documents, group_name):  # pyright: ignore[reportMissingParameterType]
+    return q.new_empty(q.shape), k.new_empty((2, *k.shape))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, documents, ctx.group_name = inputs
+    ctx.save_for_backward(q, k, v, *output, documents)
+
+
+def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+    grad_q, grad_kv = _backward(grad_out, *ctx.saved_tensors, ctx.group_name)
+    return grad_q, grad_kv[0], grad_kv[1], None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.titanforge.ring_attention)
+def _operations(q_shape: Any, k_shape: Any, v_shape: Any, documents: Any, group_name: str, **_: Any) -> int:
+    """2 · 2 · E for each pair of a query and a key that it sees. A compiler that is to choose what it
+    computes twice asks for it."""
+    B, H, t, E = q_shape
+    return 4 * B * H * E * t * t * group_named(group_name)[0].size() // 2
 
 
 class Ring:

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from titanforge.parallelisms.named_groups import group_named, name_group
 from titanforge.parallelisms.traffic import Traffic, silent
 from titanforge.parallelisms.vocabulary import VocabularySplit, split_embedding
 
@@ -155,44 +156,55 @@ class FusedColumns(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, Shard(0))
-        group, exchange, traffic = device_mesh.get_group(), _RowExchange, self.traffic
+        group, parts = name_group(device_mesh.get_group(), self.traffic), self.parts
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             weight, bias = module.weight, module.bias  # through the module: they may be cast on reading
             assert isinstance(weight, DTensor) and isinstance(x, DTensor)
-            rows = exchange.apply(weight.to_local(), group, self.parts, traffic)
+            rows = exchange_rows(weight.to_local(), group, parts, False)
             bias_rows = None
             if isinstance(bias, DTensor):
-                bias_rows = exchange.apply(bias.to_local(), group, self.parts, traffic)
+                bias_rows = exchange_rows(bias.to_local(), group, parts, False)
             return F.linear(x.to_local(grad_placements=[Partial()]), rows, bias_rows)
 
         module.forward = forward
         return module
 
 
-class _RowExchange(torch.autograd.Function):
-    """Rows [n R / ranks] of a matrix as dealt in order → those of this rank's part of each of n matrices."""
+@torch.library.custom_op("titanforge::exchange_rows", mutates_args=())
+def exchange_rows(rows: torch.Tensor, group_name: str, parts: int, back: bool) -> torch.Tensor:
+    """Rows [n R / ranks] of a matrix as dealt in order → those of this rank's part of each of n matrices.
 
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, parts: int, traffic: Traffic
-    ) -> torch.Tensor:
-        plan = _exchange_plan(group.size(), group.rank(), rows.shape[0], parts, rows.device)
-        ctx.receive, ctx.send, ctx.order = plan
-        ctx.group, ctx.traffic = group, traffic
-        received = torch.empty_like(rows)
-        traffic("tp", "rows of fused weights", rows.nbytes)
-        dist.all_to_all_single(received, rows[ctx.order], ctx.receive, ctx.send, group=group)
-        return received
+    One operator to the compiler. group_name: from ``name_group``. back: the inverse, which is its gradient.
+    """
+    group, traffic = group_named(group_name)
+    receive, send, order = _exchange_plan(group.size(), group.rank(), rows.shape[0], parts, rows.device)
+    given = rows.contiguous() if back else rows[order]
+    arrived = torch.empty_like(given)
+    traffic("tp", "rows of fused weights", given.nbytes)
+    sizes = (send, receive) if back else (receive, send)
+    dist.all_to_all_single(arrived, given, *sizes, group=group)
+    if not back:
+        return arrived
+    in_place = torch.empty_like(arrived)
+    in_place[order] = arrived
+    return in_place
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        returned = torch.empty_like(grad_outputs[0])
-        ctx.traffic("tp", "rows of fused weights", returned.nbytes)
-        dist.all_to_all_single(returned, grad_outputs[0].contiguous(), ctx.send, ctx.receive, group=ctx.group)
-        gradient = torch.empty_like(returned)
-        gradient[ctx.order] = returned
-        return gradient, None, None, None
+
+@exchange_rows.register_fake
+def _(rows: torch.Tensor, group_name: str, parts: int, back: bool) -> torch.Tensor:
+    return rows.new_empty(rows.shape)
+
+
+def _note_exchange(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.group_name, ctx.parts, ctx.back = inputs
+
+
+def _return_rows(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return exchange_rows(grad, ctx.group_name, ctx.parts, not ctx.back), None, None, None
+
+
+exchange_rows.register_autograd(_return_rows, setup_context=_note_exchange)
 
 
 @functools.cache

@@ -129,15 +129,8 @@ def test_split_sequences_must_divide_and_what_is_not_shown_with_them_is_refused(
     for argument in ("training.enable_cpu_offload=true",):
         assert refusal_of(*tensor, f"--{argument}", world_size=8).startswith(argument.split("=")[0])
     compiled = (*tensor, "--compile.enable=true")
-    assert validate(*compiled, world_size=8) == []
-    for argument, key in (
-        ("activation_checkpoint.mode=full", "activation_checkpoint.mode"),
-        ("activation_checkpoint.selective_ac_option=2", "activation_checkpoint.mode"),
-        ("activation_checkpoint.mode=memory_budget", "activation_checkpoint.mode"),
-        ("parallelism.context_parallel_degree=2", "compile.enable"),
-        ("model.name=gpt2", "compile.enable"),
-    ):
-        assert refusal_of(*compiled, f"--{argument}", world_size=8).startswith(key), argument
+    for argument in ("activation_checkpoint.mode=full", "parallelism.context_parallel_degree=2"):
+        assert validate(*compiled, f"--{argument}", world_size=8) == []
     for name in RULES:
         argv = (*tensor, f"--optimizer.name={name}")
         rule = build_rule(name)

@@ -99,8 +99,6 @@ def _check_split_sequences(config: JobConfig) -> None:
             "has blocks along the input axis of a weight, which parallelism.tensor_parallel_degree above 1"
             ' splits: use "bfloat16"',
         )
-    if config.compile.enable:
-        _check_compiled_split(config)
     if config.training.enable_cpu_offload:
         raise refusal(
             config,
@@ -108,30 +106,6 @@ def _check_split_sequences(config: JobConfig) -> None:
             "is not available with parallelism.tensor_parallel_degree or context_parallel_degree above 1: set"
             " it to false",
         )
-
-
-def _check_compiled_split(config: JobConfig) -> None:
-    """Blocks split over the tensor axis compile; attention across the context axis does not."""
-    recompute = config.activation_checkpoint
-    if config.parallelism.context_parallel_degree > 1:
-        reason = "is not available with parallelism.context_parallel_degree above 1"
-    elif config.model.name == "gpt2":
-        reason = (
-            "is not available with parallelism.tensor_parallel_degree above 1 for gpt2, whose blocks exchange"
-            " rows of their fused weights"
-        )
-    elif recompute.mode not in ("none", "selective") or (
-        recompute.mode == "selective" and recompute.selective_ac_option != "op"
-    ):
-        raise refusal(
-            config,
-            "activation_checkpoint.mode",
-            "is not available for compiled blocks that parallelism.tensor_parallel_degree splits: use"
-            ' "selective" with selective_ac_option = "op", or set compile.enable = false',
-        )
-    else:
-        return
-    raise refusal(config, "compile.enable", f"{reason}: set it to false")
 
 
 def _check_pipeline(config: JobConfig) -> None:

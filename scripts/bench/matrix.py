@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from scripts.bench.harness import machine_facts, markdown_table
+from scripts.bench.matrix_fused import fused
 from scripts.bench.matrix_kernels import correctness, refresh, symmetric
 from scripts.bench.matrix_steps import capture, optimizer_calls, side_stream
 
@@ -32,6 +33,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Callable[[], float]], list[dict[s
     "capture": capture,
     "side_stream": side_stream,
     "symmetric": symmetric,
+    "fused": fused,
 }
 
 
@@ -54,6 +56,9 @@ def main() -> int:
         "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="weights, states"
     )
     parser.add_argument("--methods", nargs="+", default=None, help="of the optimizer calls; default: all")
+    parser.add_argument(
+        "--fused-rules", nargs="+", default=["Muon"], help="of the part `fused`; Muon, Dion, RMNP, Dobb"
+    )
     parser.add_argument("--tokens", type=int, default=8192, help="of a step where a model runs")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, to prove the script anywhere")
     args = parser.parse_args()

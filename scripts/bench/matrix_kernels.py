@@ -13,9 +13,15 @@ from torch import Tensor
 
 from titanforge.kernels.block_basis import sign_updates
 from titanforge.kernels.cholesky_qr import cholesky_qr_refresh, config_for, reference_refresh
+from titanforge.kernels.codecs import as_encoded
 from titanforge.kernels.newton_schulz import newton_schulz_iterations, reference_iterations
 from titanforge.kernels.symmetric import autotune_symmetric, symmetric_product
 from titanforge.kernels.timing import replay_time
+from titanforge.optim.batches import Batch
+from titanforge.optim.local_update import LocalWeight
+from titanforge.optim.low_rank_in_place import low_rank_update
+from titanforge.optim.matrix_options import DionOptions, MatrixOptions
+from titanforge.optim.registry import build_rule
 
 Left = Callable[[], float]
 OMEGA = 1e-2
@@ -132,10 +138,56 @@ def correctness(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
                     "as it should": bool(off.mean() < (0.02 if dtype == torch.bfloat16 else 0.2)),
                 }
             )
+    for shape in ((40, 24), (24, 40)) if args.tiny else ((1600, 1600), (6400, 1600), (1600, 6400)):
+        rows += [_dion(shape, dtype, device) for dtype in (torch.bfloat16, torch.float32)]
     if not all(row["as it should"] for row in rows):
         wrong = [row["what"] for row in rows if not row["as it should"]]
         print(f"NOT AS IT SHOULD BE: {wrong}", flush=True)
     return rows
+
+
+def _dion(shape: tuple[int, int], dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """A step of Dion at rho = 1/16 on matrices of a decaying spectrum, against the rule in float64."""
+    rule: Any = build_rule("dion", matrix=MatrixOptions(dion=DionOptions(1 / 16)))
+    h = torch.tensor(rule.hyperparameters({"lr": 1.0, "weight_decay": 0.1, "momentum": 0.95}, 1)).to(device)
+    generator = torch.Generator(device).manual_seed(0)
+    short = min(shape)
+    left, right = (torch.randn(3, size, short, device=device, generator=generator) for size in shape)
+    drawn = ((left * torch.logspace(0, -3, short, device=device)) @ right.mT / short).to(dtype)
+    items = [
+        LocalWeight(
+            weight=torch.zeros(shape, device=device),
+            gradient=None,
+            states=(as_encoded(one.clone()),),
+            auxiliary=rule.new_auxiliary(torch.Size(shape), torch.device(device), number),
+        )
+        for number, one in enumerate(drawn)
+    ]
+    found = [
+        rule.whole_update(
+            item.weight.double(),
+            (one.double(),),
+            (item.auxiliary[0].double(),),
+            h.double(),
+        )
+        for item, one in zip(items, drawn)
+    ]
+    took = low_rank_update(rule, Batch(items), h, rule.scale(*shape))
+    pairs = [
+        (item.weight, item.states[0].values, item.auxiliary[0], weight, state[0], q[0])
+        for item, (weight, state, q) in zip(items, found)
+    ]
+    errors = [
+        max(float((pair[k].double() - pair[k + 3]).norm() / pair[k + 3].norm()) for pair in pairs)
+        for k in range(3)
+    ]
+    return {
+        "what": f"Dion {shape} r = {rule.rank(*shape)}, {dtype}: weight, momentum, Q",
+        "error": errors[0],
+        "momentum's": errors[1],
+        "Q's": errors[2],
+        "as it should": took and max(errors[0], errors[2]) < 1e-3 and errors[1] < 5e-3,
+    }
 
 
 def config_of_test(args: argparse.Namespace) -> Any:

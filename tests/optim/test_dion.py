@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from titanforge.config.sections import Optimizer
+from titanforge.kernels.codecs import as_encoded
 from titanforge.optim import build_optimizer
-from titanforge.optim.dion import orthonormal
+from titanforge.optim.batches import Batch
+from titanforge.optim.dion import Dion
 from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.local_update import LocalWeight
+from titanforge.optim.low_rank_in_place import low_rank_update
 from titanforge.optim.matrix_options import DionOptions, MatrixOptions, MuonOptions
 from titanforge.optim.newton_schulz import newton_schulz
+from titanforge.optim.orthonormal import orthonormal
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.registry import build_rule
 from titanforge.optim.states import tensor_id
@@ -57,13 +62,74 @@ def test_dion_equals_the_paper(shape: tuple[int, int], rho: float, feedback: boo
     torch.testing.assert_close(saved["q"].double().abs(), q.abs(), rtol=0, atol=2e-4)
 
 
-def test_orthonormal_holds_where_columns_nearly_depend() -> None:
+def test_orthonormal_is_that_of_qr() -> None:
+    """Of any condition; the columns of QR's where the condition lets fp32 know them."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 40, 10, generator=generator)
-    x[..., 1] = x[..., 0] + 1e-4 * x[..., 1]  # a Gram matrix of condition 1e8: plain Cholesky would fail
+    drawn = torch.randn(2, 60, 12, generator=generator)
+    left, right = torch.linalg.qr(drawn).Q, torch.linalg.qr(drawn[:, :12]).Q
+    for decades, tolerance in ((0, 1e-6), (4, 1e-3), (7, None)):
+        spectrum = torch.logspace(0, -decades, 12)
+        for x in ((left * spectrum) @ right, 1e-25 * left * spectrum):
+            q = orthonormal(x)
+            torch.testing.assert_close(q.mT @ q, torch.eye(12).expand(2, 12, 12), rtol=0, atol=1e-6)
+            exact, r = torch.linalg.qr(x.double())
+            exact = exact * torch.sign(r.diagonal(dim1=-2, dim2=-1))[:, None]
+            if tolerance is not None:
+                torch.testing.assert_close(q.double(), exact, rtol=0, atol=tolerance)
+
+
+def test_orthonormal_of_dependent_columns_spans_them() -> None:
+    x = torch.randn(3, 40, 10, generator=torch.Generator().manual_seed(0))
+    x[0, :, 1], x[0, :, 2], x[0, :, 3] = x[0, :, 0], 0.0, -2 * x[0, :, 4]
+    x[1] = x[1, :, :4] @ torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
     q = orthonormal(x)
-    torch.testing.assert_close(q.mT @ q, torch.eye(10).expand(3, 10, 10), rtol=0, atol=1e-4)
-    torch.testing.assert_close(q @ (q.mT @ x), x, rtol=0, atol=1e-3)
+    torch.testing.assert_close(q.mT @ q, torch.eye(10).expand(3, 10, 10), rtol=0, atol=1e-6)
+    torch.testing.assert_close(q @ (q.mT @ x), x, rtol=0, atol=2e-5)
+    x[2, 5, 5] = torch.nan
+    assert [bool(torch.isfinite(one).all()) for one in orthonormal(x)] == [True, True, False]
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize(("rows", "columns", "parts"), [(30, 20, 1), (14, 24, 1), (24, 10, 2)])
+def test_the_form_for_gpus_equals_the_plain_one(rows: int, columns: int, parts: int, feedback: bool) -> None:
+    """Products of bf16 planes; against the rule's own function in float64, on weights updated together."""
+    rule = build_rule("dion", matrix=MatrixOptions(dion=DionOptions(0.4, feedback)))
+    assert isinstance(rule, Dion)
+    generator = torch.Generator().manual_seed(0)
+    for dtype, weight_error in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
+        h = torch.tensor(rule.hyperparameters({"lr": 1e-1, "weight_decay": DECAY, "momentum": MU}, 1))
+        drawn = torch.randn(4, rows, columns, generator=generator).to(dtype)
+        shape = torch.Size((rows, columns))
+        items = [
+            LocalWeight(
+                weight=drawn[index].clone(),
+                gradient=None,
+                states=(as_encoded(drawn[index + 2].clone()),),
+                auxiliary=rule.new_auxiliary(shape, drawn.device, index, parts),
+                parts=parts,
+            )
+            for index in range(2)
+        ]
+        items[1].states[0].values[0, 0] = torch.nan  # makes no step but the decay, and keeps M and Q
+        before = []
+        for item in items:
+            w, m = (t.double().unflatten(0, (parts, -1)) for t in (item.weight, item.states[0].values))
+            q = item.auxiliary[0].double()
+            before.append((w, m, q.view(parts, *q.shape[-2:]).clone()))
+        held = [item.auxiliary[0].clone() for item in items]
+        assert low_rank_update(rule, Batch(items), torch.zeros_like(h), rule.scale(rows // parts, columns))
+        assert torch.equal(items[0].weight, drawn[0]) and torch.equal(items[0].auxiliary[0], held[0])
+        assert torch.equal(items[0].states[0].values, drawn[2])
+        assert low_rank_update(rule, Batch(items), h, rule.scale(rows // parts, columns))
+        for item, (w, m, q) in zip(items, before):
+            weight, (momentum,), (factor,) = rule.whole_update(w, (m,), (q,), h.double())
+            found = (item.weight, item.states[0].values, item.auxiliary[0].view_as(factor))
+            for mine, exact, error in zip(
+                found, (weight, momentum, factor), (weight_error, weight_error, 2e-4)
+            ):
+                mine = mine.double().view_as(exact)
+                torch.testing.assert_close(mine, exact, rtol=0, atol=error * 4, equal_nan=True)
+        assert torch.equal(items[1].auxiliary[0][-1:], held[1][-1:]) or parts > 1
 
 
 def test_dion_of_nothing_is_nothing() -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from titanforge.optim.batches import Batch
+from titanforge.optim.low_rank_in_place import low_rank_update
 from titanforge.optim.matrix import MatrixRule, unit_columns
 from titanforge.optim.matrix_options import MatrixOptions
+from titanforge.optim.orthonormal import orthonormal
 from titanforge.optim.rule import AuxiliarySlot, State
-
-_OVERSAMPLING = 1.25
-_DRAW_SEED = 0x5DEECE66D
 
 
 class Dion(MatrixRule):
@@ -90,6 +89,10 @@ class Dion(MatrixRule):
         good = torch.isfinite(r).all(dim=(-2, -1), keepdim=True) & (norm > 0).any(dim=-1, keepdim=True)
         return torch.where(good & (norm > 0), r / norm, q), good
 
+    def update_in_place(self, batch: Batch, h: Tensor) -> bool:
+        rows, columns = batch[0].weight.shape[-2] // batch[0].parts, batch[0].weight.shape[-1]
+        return low_rank_update(self, batch, h, self.scale(rows, columns))
+
     def scale(self, rows: int, columns: int) -> float:
         if self.options.update_scale == "rank_corrected":
             return self.options.tau * math.sqrt(rows * columns / self.rank(rows, columns))
@@ -101,28 +104,3 @@ class Dion(MatrixRule):
 
 def _tall(m: Tensor) -> Tensor:
     return m.mT if m.shape[-1] > m.shape[-2] else m
-
-
-def orthonormal(x: Tensor) -> Tensor:
-    """Columns of [*, m, r], r <= m, made orthonormal by randomised Cholesky QR (Dion, algorithm 2).
-
-    A Gaussian sketch S x of about 1.25 r rows gives R1 by Householder QR; x R1^-1 is then well conditioned,
-    and one Cholesky pass makes it orthonormal. The sketch depends on the shape alone: the same on every rank,
-    in every step and after a resume. Dependent columns give noise that is made orthonormal, as QR would, or
-    values that are not finite.
-    """
-    rows, rank = x.shape[-2:]
-    sketch = _sketch(min(rows, math.ceil(_OVERSAMPLING * rank)), rows, x.dtype, x.device)
-    triangle = torch.linalg.qr(sketch @ x, mode="r").R
-    x = torch.linalg.solve_triangular(triangle, x, upper=True, left=False)
-    gram = x.mT @ x
-    lower, failed = torch.linalg.cholesky_ex(gram)
-    x = torch.linalg.solve_triangular(lower.mT, x, upper=True, left=False)
-    return torch.where(failed[..., None, None] == 0, x, torch.nan)
-
-
-@functools.lru_cache(maxsize=64)
-def _sketch(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(_DRAW_SEED + rows)
-    drawn = torch.randn(rows, columns, generator=generator, dtype=torch.float64) / math.sqrt(rows)
-    return drawn.to(device, dtype)

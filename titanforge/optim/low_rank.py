@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from titanforge.optim.dion import Dion, orthonormal
+from titanforge.optim.dion import Dion
 from titanforge.optim.local_update import LocalWeight, write_copies
 from titanforge.optim.matrix import MatrixRule
+from titanforge.optim.orthonormal import orthonormal
 from titanforge.optim.rule import select
 from titanforge.optim.states import local_tensor, sharded_dim
 

@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from titanforge.optim.dion import orthonormal
 from titanforge.optim.local_update import LocalWeight, split_rows, write_copies
+from titanforge.optim.orthonormal import orthonormal
 from titanforge.optim.rule import State
 
 Mean = Callable[[Sequence[Tensor]], None]

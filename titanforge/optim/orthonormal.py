@@ -1,0 +1,44 @@
+"""Orthonormal columns for batches of thin matrices; the host neither waits nor goes from one to the next."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+_NOISE, _SHIFT = 1e-8, 1e-12
+_DRAW_SEED = 0x5DEECE66D
+
+
+def orthonormal(x: Tensor) -> Tensor:
+    """Columns of [*, m, r], r <= m, made orthonormal: Q of the QR factorisation with a positive diagonal.
+
+    Two passes of Cholesky QR, batched, in float64: the pivots of the Gram matrix of fp32 columns then stand
+    above its rounding. (In fp32 it takes the Householder QR of a sketch before them, Dion's algorithm 2,
+    which libraries drive from the host, matrix by matrix.) Columns have unit norm first. Noise of 1e-8, below
+    what fp32 tells apart, stands in for what dependent columns lack; with the first pass shifted by 1e-12
+    they end as noise that is made orthonormal, as in QR. The noise follows from the shape alone: the same on
+    all ranks, in every step and after a resume. What fails (a value is not finite) comes out as NaN.
+    """
+    rows, rank = x.shape[-2:]
+    wide = x.double()
+    norm = torch.linalg.vector_norm(wide, dim=-2, keepdim=True)
+    wide = torch.where(norm == 0, 0.0, wide / norm)
+    wide = wide + torch.where(norm == 0, 1.0, _NOISE) * _noise(rows, rank, x.device)
+    identity = torch.eye(rank, dtype=torch.float64, device=x.device)
+    failed = torch.zeros((), dtype=torch.int32, device=x.device)
+    for shift in (_SHIFT, 0.0):
+        lower, bad = torch.linalg.cholesky_ex(wide.mT @ wide + shift * identity)
+        # A small triangle's inverse and one product: a solve with m right-hand sides is slow on a GPU.
+        wide = wide @ torch.linalg.solve_triangular(lower, identity, upper=False).mT
+        failed = failed + bad
+    return torch.where(failed[..., None, None] == 0, wide, torch.nan).to(x.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _noise(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Columns of about unit norm, float64."""
+    generator = torch.Generator().manual_seed(_DRAW_SEED + rows)
+    return (torch.randn(rows, columns, generator=generator, dtype=torch.float64) / math.sqrt(rows)).to(device)

@@ -235,6 +235,17 @@ def quotient(a, b):
 
 
 @jit
+def largest_of(x, AXIS: tl.constexpr, CODEC: tl.constexpr):
+    """The largest magnitudes along an axis. What is never negative is compared as integers, three at a
+    time.
+    """
+    if CODEC & FLOORED:
+        return tl.cast(tl.max(x.to(tl.int32, bitcast=True), axis=AXIS), tl.float32, bitcast=True)
+    else:
+        return tl.max(tl.abs(x), axis=AXIS)
+
+
+@jit
 def block_scales(absmax, CODEC: tl.constexpr):
     """(factor, scale) of blocks with these largest magnitudes: x * factor is what is rounded, scale is
     kept.
@@ -261,9 +272,9 @@ def round_down(y):
 
 
 @jit
-def block_codes(x, factor, lane, CODEC: tl.constexpr):
-    """Codes of a block codec for fp32 x under the factor of its block, |x * factor| at most its levels. lane:
-    as `philox.lanes` has it for states.
+def block_rounded(x, factor, lane, CODEC: tl.constexpr):
+    """fp32 whose low bytes are the codes of a block codec, for fp32 x under the factor of its block:
+    |x * factor| is at most the levels. lane: as `philox.lanes` has it for states.
     """
     # The low byte of 1.5 * 2^23 + q is q in two's complement.
     if CODEC & RANDOM:
@@ -285,7 +296,13 @@ def block_codes(x, factor, lane, CODEC: tl.constexpr):
             q = tl.fma(x, factor, ROUND_TO_INTEGER)
     if (CODEC & FORM) != 0:
         q = tl.maximum(q, ROUND_TO_INTEGER + 1.0)
-    code = q.to(tl.int32, bitcast=True)
+    return q
+
+
+@jit
+def block_codes(x, factor, lane, CODEC: tl.constexpr):
+    """Codes of a block codec, as stored."""
+    code = block_rounded(x, factor, lane, CODEC).to(tl.int32, bitcast=True)
     if (CODEC & FORM) == 0:
         return code.to(tl.int8)
     else:
@@ -293,12 +310,19 @@ def block_codes(x, factor, lane, CODEC: tl.constexpr):
 
 
 @jit
-def fp8_codes(x, scale, CODEC: tl.constexpr):
-    """Codes of an fp8 codec under the scale of this store, a power of two."""
+def fp8_scaled(x, scale, CODEC: tl.constexpr):
+    """fp32 to be cast to fp8, under the scale of this store, a power of two."""
     # The scale is a power of two, so its reciprocal is exact: mirror the exponent.
     y = x * (0x7F000000 - scale.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
     if CODEC & FLOORED:
         y = tl.maximum(y, 0.001953125)  # the smallest positive code
+    return y
+
+
+@jit
+def fp8_codes(x, scale, CODEC: tl.constexpr):
+    """Codes of an fp8 codec under the scale of this store."""
+    y = fp8_scaled(x, scale, CODEC)
     if INTERPRETED or not converts_fp8():
         if (CODEC & FORM) == 0:
             code = encode_fp8(tl.minimum(tl.maximum(y, -448.0), 448.0), 3, 7)
@@ -338,7 +362,7 @@ def encode_tile(
             if MASKED:
                 x = tl.where(mask, x, 0.0)
             blocks = tl.reshape(x, (rows, columns // 64, 64))
-            factor, scale = block_scales(tl.max(tl.abs(blocks), axis=2), CODEC)
+            factor, scale = block_scales(largest_of(blocks, 2, CODEC), CODEC)
             if CODEC & RANDOM:
                 lane = tl.reshape(lane, (rows, columns // 64, 64))
             codes = block_codes(blocks, factor[:, :, None], lane, CODEC)

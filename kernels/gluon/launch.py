@@ -24,7 +24,7 @@ _SLICE = 64 * 64
 _MOST_SLOTS = 8
 _CHUNK_BYTES = 4 * 128 * 64
 # Three groups of 4 warps are launched with 168 registers a thread; then the consumers take from the movers.
-PINGPONG_REGISTERS = {"maxnreg": 168, "CONSUMER_REGISTERS": 232, "MOVER_REGISTERS": 40}
+PINGPONG_REGISTERS = {"maxnreg": 168, "CONSUMER_REGISTERS": 240, "MOVER_REGISTERS": 24}
 
 # Eight warps keep 160 registers for their accumulators, four take 184.
 COOPERATIVE_REGISTERS = {"maxnreg": 168, "UPDATE_REGISTERS": 184}

@@ -26,14 +26,8 @@ from titanforge.kernels.gluon._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from titanforge.kernels.gluon.slices import (
-    accumulator_lanes,
-    accumulator_words,
-    decode,
-    encode,
-    keep_largest,
-    scale_at,
-)
+from titanforge.kernels.gluon.pairs import largest_so_far, load_slice, store_slice
+from titanforge.kernels.gluon.slices import accumulator_lanes, accumulator_words, keep_largest, scale_at
 from titanforge.kernels.tiles import KIND, RANDOM, TENSORWISE, count_nonfinite
 from titanforge.kernels.wgrad_kernel import tile_of
 
@@ -148,18 +142,24 @@ def multiply(dy_buf, x_buf, filled, free, stage, phase, steps, BLOCK_N: gl.const
 
 
 @jit
-def pick(piece, x00, x01, x10, x11):
-    """The slice's own of four values; slices go by rows of two."""
-    even = piece % 2 == 0
-    return gl.where(piece < 2, gl.where(even, x00, x01), gl.where(even, x10, x11))
+def moved(x, ASM: gl.constexpr):
+    return gl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @jit
-def pick_scale(piece, x00, x01, x10, x11, CODEC: gl.constexpr):
-    if (CODEC & KIND) == 0:
-        return 0.0
+def pick(piece, x00, x01, x10, x11):
+    """The slice's own of four values; slices go by rows of two."""
+    # Branches of one move, each unlike the others or the compiler would merge them: of `where` it makes two
+    # selects.
+    if piece == 0:
+        x = moved(x00, "mov.b32 $0, $1; // 0")
+    elif piece == 1:
+        x = moved(x01, "mov.b32 $0, $1; // 1")
+    elif piece == 2:
+        x = moved(x10, "mov.b32 $0, $1; // 2")
     else:
-        return pick(piece, x00, x01, x10, x11)
+        x = moved(x11, "mov.b32 $0, $1; // 3")
+    return x
 
 
 @jit
@@ -190,15 +190,15 @@ def update_slice(
         if MASTER:
             w = master_buf.index(slot).load(layout)
         elif WEIGHT:
-            w = decode(w_buf.index(slot).load(layout), 0.0, W_CODEC)
+            w = load_slice(w_buf.index(slot), 0.0, W_CODEC, layout)
         else:
             w = g
         if SLOTS >= 1:
-            s0 = decode(s0_buf.index(slot).load(layout), s0_scale, S0_CODEC)
+            s0 = load_slice(s0_buf.index(slot), s0_scale, S0_CODEC, layout)
         else:
             s0 = g
         if SLOTS >= 2:
-            s1 = decode(s1_buf.index(slot).load(layout), s1_scale, S1_CODEC)
+            s1 = load_slice(s1_buf.index(slot), s1_scale, S1_CODEC, layout)
         else:
             s1 = g
         w, s0, s1 = EPILOGUE(g, w, s0, s1, h_ptr)
@@ -210,25 +210,28 @@ def update_slice(
         if MASTER:
             master_buf.index(slot).store(w)
         if WEIGHT:
-            w_codes, _largest = encode(w, w_lane, None, 0, None, 0.0, W_CODEC)
-            w_buf.index(slot).store(w_codes)
+            _largest = store_slice(w_buf.index(slot), w, w_lane, None, 0, 0.0, W_CODEC)
         if SLOTS >= 1:
-            s0_codes, s0_largest = encode(s0, s0_lane, s0_meta_ptr, s0_offsets, None, s0_largest, S0_CODEC)
-            s0_buf.index(slot).store(s0_codes)
+            s0_largest = store_slice(
+                s0_buf.index(slot), s0, s0_lane, s0_meta_ptr, s0_offsets, s0_largest, S0_CODEC
+            )
         if SLOTS >= 2:
-            s1_codes, s1_largest = encode(s1, s1_lane, s1_meta_ptr, s1_offsets, None, s1_largest, S1_CODEC)
-            s1_buf.index(slot).store(s1_codes)
+            s1_largest = store_slice(
+                s1_buf.index(slot), s1, s1_lane, s1_meta_ptr, s1_offsets, s1_largest, S1_CODEC
+            )
     # Two conditions: the first is decided at compile time.
     if (S0_CODEC & KIND) == TENSORWISE or (S1_CODEC & KIND) == TENSORWISE:  # noqa: SIM102
         if rescale:
             if (S0_CODEC & KIND) == TENSORWISE:
-                old = decode(s0_buf.index(slot).load(layout), s0_scale, S0_CODEC)
-                s0_codes, s0_largest = encode(old, 0, s0_meta_ptr, s0_offsets, None, s0_largest, S0_CODEC)
-                s0_buf.index(slot).store(s0_codes)
+                old = load_slice(s0_buf.index(slot), s0_scale, S0_CODEC, layout)
+                s0_largest = store_slice(
+                    s0_buf.index(slot), old, 0, s0_meta_ptr, s0_offsets, s0_largest, S0_CODEC
+                )
             if (S1_CODEC & KIND) == TENSORWISE:
-                old = decode(s1_buf.index(slot).load(layout), s1_scale, S1_CODEC)
-                s1_codes, s1_largest = encode(old, 0, s1_meta_ptr, s1_offsets, None, s1_largest, S1_CODEC)
-                s1_buf.index(slot).store(s1_codes)
+                old = load_slice(s1_buf.index(slot), s1_scale, S1_CODEC, layout)
+                s1_largest = store_slice(
+                    s1_buf.index(slot), old, 0, s1_meta_ptr, s1_offsets, s1_largest, S1_CODEC
+                )
     fence_async_shared()
     mbarrier.arrive(updated.index(slot), count=1)
     return s0_largest, s1_largest
@@ -256,23 +259,17 @@ def consume(
     programs = gl.num_programs(0)
     rows = gl.arange(0, 64, ROWS)
     apply = gl.load(h_ptr) != 0
-    s0_largest = gl.zeros([64], gl.float32, ROWS)
-    s1_largest = gl.zeros([64], gl.float32, ROWS)
+    nothing = gl.zeros([64, 64], gl.float32, SLICE)
+    s0_largest = largest_so_far(nothing)
+    s1_largest = largest_so_far(nothing)
     op = 1 - WID  # a fresh barrier lets the first consumer pass; the second waits for the first
     for t in range(WID, tiles, 2):
         program = first + t * programs
         i, j = tile_of(program, tiles_n, tiles_k, group)
-        # Scales come before the mainloop, which hides how long they take.
-        off00 = (i * BLOCK_N + rows) * scale_stride + j * (BLOCK_K // 64)
-        off10 = off00 + 64 * scale_stride
-        a00 = scale_at(s0_meta_ptr, off00, S0_CODEC)
-        a01 = scale_at(s0_meta_ptr, off00 + 1, S0_CODEC)
-        a10 = scale_at(s0_meta_ptr, off10, S0_CODEC)
-        a11 = scale_at(s0_meta_ptr, off10 + 1, S0_CODEC)
-        b00 = scale_at(s1_meta_ptr, off00, S1_CODEC)
-        b01 = scale_at(s1_meta_ptr, off00 + 1, S1_CODEC)
-        b10 = scale_at(s1_meta_ptr, off10, S1_CODEC)
-        b11 = scale_at(s1_meta_ptr, off10 + 1, S1_CODEC)
+        # The first slice's scales come before the mainloop, the others' a slice ahead: none is waited for.
+        offsets = (i * BLOCK_N + rows) * scale_stride + j * (BLOCK_K // 64)
+        s0_scale = scale_at(s0_meta_ptr, offsets, S0_CODEC)
+        s1_scale = scale_at(s1_meta_ptr, offsets, S1_CODEC)
 
         step = t * steps
         mbarrier.wait(multiply_turns.index(1 - WID), op)
@@ -304,15 +301,18 @@ def consume(
         # A loop that selects its slice, not four copies of the update: code of both consumers that outgrows
         # the instruction cache (some 128 KB) is fetched anew for every tile.
         for piece in range(4):
-            offsets = (i * BLOCK_N + piece // 2 * 64 + rows) * scale_stride + j * (BLOCK_K // 64) + piece % 2
+            after = offsets + gl.where(piece % 2 == 0, 1, gl.where(piece == 1, 64 * scale_stride - 1, 0))
+            next_s0_scale = scale_at(s0_meta_ptr, after, S0_CODEC)
+            next_s1_scale = scale_at(s1_meta_ptr, after, S1_CODEC)
             s0_largest, s1_largest = update_slice(
-                pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale,
-                pick_scale(piece, a00, a01, a10, a11, S0_CODEC),
-                pick_scale(piece, b00, b01, b10, b11, S1_CODEC),
+                pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale, s0_scale, s1_scale,
                 s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
                 tensor_id, i * BLOCK_N + piece // 2 * 64, j * BLOCK_K + piece % 2 * 64, update_turns, op,
                 piece, WID, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
             )  # fmt: skip
+            offsets = after
+            s0_scale = next_s0_scale
+            s1_scale = next_s1_scale
         if not BY_SLICE:
             mbarrier.arrive(update_turns.index(WID), count=1)
         op ^= 1

@@ -20,6 +20,7 @@ from titanforge.kernels.tiles import (
     block_scales,
     decode_codes,
     fp8_codes,
+    largest_of,
     plain_codes,
     root,
     scaled,
@@ -104,7 +105,7 @@ def encode(x, lane, meta_ptr, offsets, mask, largest, CODEC: gl.constexpr):
     if CODEC & ROOT:
         x = root(x)
     if (CODEC & KIND) == BLOCKWISE:
-        factor, scale = block_scales(gl.max(gl.abs(x), axis=1), CODEC)
+        factor, scale = block_scales(largest_of(x, 1, CODEC), CODEC)
         codes = block_codes(x, factor[:, None], lane, CODEC)
         gl.store(meta_ptr + offsets, scale, mask=mask)
     elif (CODEC & KIND) == TENSORWISE:
@@ -119,4 +120,6 @@ def encode(x, lane, meta_ptr, offsets, mask, largest, CODEC: gl.constexpr):
 def keep_largest(meta_ptr, largest, apply, CODEC: gl.constexpr):
     """Hand the magnitudes that a warpgroup met to the next step's scale (fp8)."""
     if (CODEC & KIND) == TENSORWISE:
+        if len(largest.shape) == 2:
+            largest = gl.max(largest, axis=1)
         gl.atomic_max(meta_ptr + 2, gl.max(largest, axis=0), mask=apply, sem="relaxed")

@@ -1,0 +1,118 @@
+"""Slices between shared memory and registers in the layout of an accumulator, for the ping-pong form.
+
+In that layout a thread has pairs of neighbouring columns. Byte codes are loaded, decoded, encoded and stored
+pair by pair: one by one, the compiler spends an instruction on each to part them, and another to join them
+again.
+"""
+
+# Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportRedeclaration=false, reportIndexIssue=false
+from __future__ import annotations
+
+from titanforge.kernels.gluon._gluon import gl, jit
+from titanforge.kernels.gluon.slices import decode, encode
+from titanforge.kernels.tiles import (
+    BLOCKWISE,
+    FORM,
+    KIND,
+    ROOT,
+    ROUND_TO_INTEGER,
+    TENSORWISE,
+    block_rounded,
+    block_scales,
+    fp8_scaled,
+    largest_of,
+    root,
+    scaled,
+)
+
+
+@jit
+def pair_view(buf):
+    """Codes of a byte in shared memory, [64, 64], as [64, 32] pairs of neighbours."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    return buf._reinterpret(gl.int16, [64, 32], SHARED)
+
+
+@jit
+def decode_pairs(pairs, CODEC: gl.constexpr):
+    """fp32 of the lower and of the upper codes, as `tiles.decode_codes` has them."""
+    if (CODEC & KIND) == TENSORWISE:
+        if (CODEC & FORM) == 0:
+            asm: gl.constexpr = """{ .reg .b32 t; .reg .b16 a, b; cvt.rn.f16x2.e4m3x2 t, $2;
+                mov.b32 {a, b}, t; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"""
+        else:
+            asm: gl.constexpr = """{ .reg .b32 t; .reg .b16 a, b; cvt.rn.f16x2.e5m2x2 t, $2;
+                mov.b32 {a, b}, t; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"""
+    elif (CODEC & ROOT) != 0:
+        asm: gl.constexpr = """{ .reg .b32 t; cvt.u32.u16 t, $2; prmt.b32 $0, t, 0x4B000000, 0x7440;
+            prmt.b32 $1, t, 0x4B000000, 0x7441; }"""
+    elif (CODEC & FORM) != 0:
+        asm: gl.constexpr = """{ .reg .b32 t; cvt.u32.u16 t, $2; dp4a.u32.u32 $0, t, 1, 0x4B400000;
+            dp4a.u32.u32 $1, t, 0x100, 0x4B400000; }"""
+    else:
+        asm: gl.constexpr = """{ .reg .b32 t; cvt.u32.u16 t, $2; dp4a.s32.s32 $0, t, 1, 0x4B400000;
+            dp4a.s32.s32 $1, t, 0x100, 0x4B400000; }"""
+    low, high = gl.inline_asm_elementwise(
+        asm, "=r,=r,h", [pairs], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+    )
+    if (CODEC & KIND) == BLOCKWISE and (CODEC & ROOT) == 0:
+        low = low - ROUND_TO_INTEGER
+        high = high - ROUND_TO_INTEGER
+    return low, high
+
+
+@jit
+def encode_pairs(y, CODEC: gl.constexpr):
+    """Pairs of codes of fp32 [64, 64] that `tiles.block_rounded` or `tiles.fp8_scaled` gave."""
+    if (CODEC & KIND) == BLOCKWISE:
+        asm: gl.constexpr = "{ .reg .b32 t; prmt.b32 t, $1, $2, 0x0040; cvt.u16.u32 $0, t; }"
+    elif (CODEC & FORM) == 0:
+        asm: gl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
+    else:
+        asm: gl.constexpr = "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;"
+    low, high = y.reshape((64, 32, 2)).split()
+    return gl.inline_asm_elementwise(asm, "=h,r,r", [low, high], dtype=gl.int16, is_pure=True, pack=1)
+
+
+@jit
+def largest_so_far(x):
+    """Magnitudes of fp32 [64, 64] that each thread met: [64, 4], without a word between threads."""
+    return gl.max(gl.max(gl.abs(x).reshape((64, 8, 4, 2)), axis=3), axis=1)
+
+
+@jit
+def load_slice(buf, scale, CODEC: gl.constexpr, LAYOUT: gl.constexpr):
+    """fp32 [64, 64] of what lies in shared memory."""
+    if (CODEC & KIND) == 0:
+        x = decode(buf.load(LAYOUT), scale, CODEC)
+    else:
+        PAIRS: gl.constexpr = gl.DistributedLinearLayout(
+            [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
+            [], [64, 32],
+        )  # fmt: skip
+        low, high = decode_pairs(pair_view(buf).load(PAIRS), CODEC)
+        x = gl.convert_layout(gl.join(low, high).reshape((64, 64)), LAYOUT, assert_trivial=True)
+        x = scaled(x, scale, CODEC)
+    return x
+
+
+@jit
+def store_slice(buf, x, lane, meta_ptr, offsets, largest, CODEC: gl.constexpr):
+    """Encode fp32 [64, 64] into shared memory. Returns the largest magnitudes (fp8)."""
+    if (CODEC & KIND) == 0:
+        codes, largest = encode(x, lane, meta_ptr, offsets, None, largest, CODEC)
+        buf.store(codes)
+    else:
+        if CODEC & ROOT:
+            x = root(x)
+        if (CODEC & KIND) == BLOCKWISE:
+            factor, scale = block_scales(largest_of(x, 1, CODEC), CODEC)
+            y = block_rounded(x, factor[:, None], lane, CODEC)
+            gl.store(meta_ptr + offsets, scale)
+        else:
+            largest = gl.maximum(largest, largest_so_far(x))
+            y = fp8_scaled(x, gl.load(meta_ptr + 1), CODEC)
+        pair_view(buf).store(encode_pairs(y, CODEC))
+    return largest

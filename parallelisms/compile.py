@@ -16,7 +16,7 @@ NOT_PARTITIONING = ("eager", "aot_eager")
 
 def apply_compile(
     model: nn.Module,
-    backend: str = "inductor",
+    backend: str | Callable[..., Any] = "inductor",
     memory_budget: float | None = None,
     recompute_outside: bool = False,
 ) -> int:
@@ -36,12 +36,14 @@ def apply_compile(
     at the cost of a few elementwise kernels. None: keep what is best for speed.
     recompute_outside: compile the forward of a block that is recomputed whole, and leave the recomputation
     around it. Else the compiler decides what to keep, and keeps what comes out of an autograd function of our
-    own. Not for blocks whose forward does other things when it is run again (``Dobb``'s capture).
+    own. Not for blocks whose forward is other code when it is run again.
 
     Raises ValueError for a budget out of its range, or a backend that has no choice of what to keep.
     """
     compiler: str | Callable[..., Any] = backend
     if memory_budget is not None:
+        if not isinstance(backend, str):
+            raise ValueError("a memory budget is for a backend of torch.compile by name")
         compiler = _within_budget(backend, memory_budget)
     layers = getattr(model, "layers", None)
     blocks = list(layers.children()) if layers is not None else []

@@ -271,10 +271,8 @@ def parallelize(
     apply_activation_checkpoint(model, checkpointing.mode, checkpointing.selective_ac_option, replay_random)
     if config.compile.enable and "model" in config.compile.components:
         budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else None
-        # Dobb captures in the first forward alone, which the compiler must see beside the second. Within one
-        # graph with the recomputation, what knows its mesh cannot be kept (torch 2.13).
-        fused = config.forge.enable and rule_name(config.optimizer.name) != "dobb"
-        outside = fused or tensor_mesh is not None
+        # Within one graph with the recomputation, what knows its mesh cannot be kept (torch 2.13).
+        outside = config.forge.enable or tensor_mesh is not None
         apply_compile(model, config.compile.backend, budget, recompute_outside=outside)
     head = model.output  # None on a rank without the last stage
     if config.compile.enable and "loss" in config.compile.components and isinstance(head, nn.Module):

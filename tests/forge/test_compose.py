@@ -12,6 +12,7 @@ from tests.forge.toy import (
     TOKENS,
     VOCAB,
     fuse,
+    kept_bytes,
     largest_difference,
     llama,
     llama_loss,
@@ -126,20 +127,7 @@ def test_a_recomputed_block_keeps_its_input_alone_also_when_it_is_compiled(
             optimizer = fuse(model, options_of(name))
             assert all(line.plan.fused for line in optimizer.plan)
             train(model, optimizer, 0, 1)
-            own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-            saved: dict[int, int] = {}
-
-            def keep(
-                tensor: torch.Tensor, own: set[int] = own, saved: dict[int, int] = saved
-            ) -> torch.Tensor:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in own:
-                    saved[storage.data_ptr()] = storage.nbytes()
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                train(model, optimizer, 1, 2)
-            kept.append(sum(saved.values()))
+            kept += kept_bytes(model, optimizer, 1)
         # Of experts also their mean probabilities, for the balancing term.
         routing = sizes.get("n_experts", 0) * 4
         assert kept[1] - kept[0] == 2 * TOKENS * args.dim * 4 + routing, backend

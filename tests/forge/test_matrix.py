@@ -9,9 +9,19 @@ import pytest
 import torch
 
 from tests.forge.test_experts import experts
-from tests.forge.toy import fuse, largest_difference, llama, llama_loss, options_of, ordinary, train, weights
+from tests.forge.toy import (
+    fuse,
+    kept_bytes,
+    largest_difference,
+    llama,
+    options_of,
+    ordinary,
+    train,
+    weights,
+)
 from titanforge.config.sections import Optimizer
 from titanforge.forge import Granule
+from titanforge.parallelisms import apply_activation_checkpoint, apply_compile
 
 
 def matrix_options(name: str, **dobb: Any) -> Optimizer:
@@ -88,18 +98,31 @@ def test_fused_experts_are_captured(side: str) -> None:
         torch.testing.assert_close(fused.state_dict()["state"][line.name]["statistic"], statistic)
 
 
-def test_fused_dobb_under_activation_checkpointing_and_compile() -> None:
-    from titanforge.parallelisms import apply_activation_checkpoint, apply_compile
+@pytest.mark.parametrize("capture", ["first", "all"])
+def test_recomputed_and_compiled_blocks_are_captured_once_and_keep_their_input_alone(capture: str) -> None:
+    """On steps that capture and on others: a block that is computed again runs the code that it ran."""
+    compiled_in_backward = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compiled_in_backward.append(torch._C._current_graph_task_id() != -1)
+        return torch._dynamo.lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
     plain, compiled = llama(), llama()
-    apply_activation_checkpoint(compiled, "full", "op")
-    apply_compile(compiled, "aot_eager")
-    ends = []
     for model in (plain, compiled):
-        optimizer = fuse(model, matrix_options("dobb", norm="l2"), loss=llama_loss)
-        train(model, optimizer, 0, 3)
-        ends.append(optimizer.state_dict()["state"])
-    for name, slots in ends[0].items():
+        apply_activation_checkpoint(model, "full", "op")
+    apply_compile(compiled, compiler, recompute_outside=True)
+    ends, kept = [], []
+    for model in (plain, compiled):
+        optimizer = fuse(model, matrix_options("dobb", norm="l2", capture=capture), micro_batches=2)
+        train(model, optimizer, 0, 3, micro_batches=2)
+        ends.append((optimizer.state_dict()["state"], weights(model)))
+        kept.append([one for step in (3, 4) for one in kept_bytes(model, optimizer, step, 2)])
+    for name, slots in ends[0][0].items():
         if "statistic" in slots:
-            torch.testing.assert_close(slots["statistic"], ends[1][name]["statistic"], rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(
+                slots["statistic"], ends[1][0][name]["statistic"], rtol=1e-3, atol=1e-5
+            )
             assert bool(slots["statistic"].any())
+    assert largest_difference(ends[0][1], ends[1][1]) < 5e-5
+    assert compiled_in_backward and not any(compiled_in_backward)
+    assert len(kept[1]) == 4 and all(0 < one <= kept[0][0] for one in kept[1]), kept

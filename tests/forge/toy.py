@@ -109,6 +109,30 @@ def train(
     return losses
 
 
+def kept_bytes(model: Any, optimizer: Any, step: int, micro_batches: int = 1) -> list[int]:
+    """Bytes that each micro-batch's forward keeps for its backward, weights and buffers apart; takes the step."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    found: list[int] = []
+    optimizer.zero_grad()
+    optimizer.begin_step(micro_batches)
+    for index in range(micro_batches):
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = llama_loss(model, step * micro_batches + index) / micro_batches
+        optimizer.before_backward(index, torch.isfinite(loss.detach()))
+        loss.backward()
+        found.append(sum(sizes.values()))
+    optimizer.step()
+    return found
+
+
 def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 

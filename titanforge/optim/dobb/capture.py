@@ -186,6 +186,7 @@ class DobbCapture(BasisKeeper):
         self._micro_batches = self._captured_micro_batches = 1
         self._next_bucket = 0
         self._watched = True  # readers may be open, by this or an earlier optimizer
+        self._gate = torch.ones((), dtype=torch.bool)
         self._missing: list[set[str]] = []
         self._reductions: list[Reduction] = []
         self._prepared: list[Fresh] = []
@@ -201,11 +202,15 @@ class DobbCapture(BasisKeeper):
         if self._refreshing or self._watched:
             for weight in self.weights:
                 weight.sums = weight.new_sums() if self._refreshing else None
-                weight.reader.open(*(weight.sums or (None, None)))
+                if weight.sums is None:
+                    weight.reader.close()
+                else:
+                    weight.reader.open(*weight.sums, self._gate)
                 weight.reader.when_gradient_seen(None)
             self._watched = self._refreshing
         if self._refreshing:
             self._next_bucket = 0
+            self._gate.fill_(True)
 
     def before_backward(self, micro_batch_index: int) -> None:
         """The last forward that counts is over. Inputs are complete then; the output gradients follow in its
@@ -216,8 +221,13 @@ class DobbCapture(BasisKeeper):
             return
         if micro_batch_index + 1 < self._captured_micro_batches:
             return
-        for weight in self.weights:
-            weight.reader.open(None, None)
+        if self.options.side == "A":
+            # Readers stay open until `refresh`: blocks that are computed again in this backward, or compiled,
+            # run as they ran, and add nothing.
+            self._gate.fill_(False)
+        else:
+            for weight in self.weights:
+                weight.reader.close()
         if self.options.side == "A" or micro_batch_index >= self._captured_micro_batches:
             self._launch(len(self._buckets))
             if self._overlaps():
@@ -289,8 +299,8 @@ class DobbCapture(BasisKeeper):
     def refresh(self, applies: Tensor, grad_scale: Tensor | None) -> None:
         if not self._refreshing:
             return
-        for weight in self.weights:  # a step without before_backward
-            weight.reader.open(None, None)
+        for weight in self.weights:
+            weight.reader.close()
         self._launch(len(self._buckets))
         if self.links.shards > 1:
             self.all_failed = self._last.beside().to(torch.int64)

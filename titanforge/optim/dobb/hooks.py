@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titanforge.optim.dobb.rule import Dobb
 from titanforge.optim.param_groups import ParamGroupSpec, clean_name
 
-_TOTAL, _COUNT, _HOOKED = "_second_moment_{}", "_positions_{}", "_second_moment_side"
+_TOTAL, _COUNT, _GATE, _HOOKED = "_second_moment_{}", "_positions_{}", "_captures_{}", "_second_moment_side"
 
 
 def _in_backward() -> bool:
@@ -25,17 +25,19 @@ def _in_backward() -> bool:
 
 
 @torch.library.custom_op("titanforge::add_second_moment", mutates_args=("total", "count"))
-def add_second_moment(total: Tensor, count: Tensor, x: Tensor) -> None:
+def add_second_moment(total: Tensor, count: Tensor, gate: Tensor, x: Tensor) -> None:
     """total [B, w, w] += the block second moments of x [..., B w], count += its positions.
 
-    Products are formed in x's dtype. Within backward it does nothing.
+    Products are formed in x's dtype. Within backward, and where gate (a bool scalar on the CPU) is False, it
+    does nothing. It is a tensor because compiled code must not depend on it: a block that is computed again
+    in backward has to save what it saved before, and so has to run the code that it ran before.
     """
-    if not _in_backward():
+    if bool(gate) and not _in_backward():
         accumulate(total, count, x)
 
 
 @add_second_moment.register_fake
-def _(total: Tensor, count: Tensor, x: Tensor) -> None:
+def _(total: Tensor, count: Tensor, gate: Tensor, x: Tensor) -> None:
     return None
 
 
@@ -50,17 +52,17 @@ def accumulate(total: Tensor, count: Tensor, x: Tensor) -> None:
 
 
 @torch.library.custom_op("titanforge::add_expert_second_moments", mutates_args=("total", "count"))
-def add_expert_second_moments(total: Tensor, count: Tensor, x: Tensor, ends: Tensor) -> None:
+def add_expert_second_moments(total: Tensor, count: Tensor, gate: Tensor, x: Tensor, ends: Tensor) -> None:
     """As `add_second_moment`, for rows x [S, B w] sorted by expert: total [E, B, w, w], count [E].
 
     ends: int32 [E], the row after each expert's last.
     """
-    if not _in_backward():
+    if bool(gate) and not _in_backward():
         accumulate_experts(total, count, x, ends)
 
 
 @add_expert_second_moments.register_fake
-def _(total: Tensor, count: Tensor, x: Tensor, ends: Tensor) -> None:
+def _(total: Tensor, count: Tensor, gate: Tensor, x: Tensor, ends: Tensor) -> None:
     return None
 
 
@@ -82,9 +84,11 @@ def accumulate_experts(total: Tensor, count: Tensor, x: Tensor, ends: Tensor) ->
 
 
 def _capture_input(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    total = getattr(module, "_second_moment_weight")  # noqa: B009
-    if total is not None and module.training:
-        add_second_moment(total, getattr(module, "_positions_weight"), inputs[0].detach())  # noqa: B009
+    m: Any = module
+    if m._second_moment_weight is not None and m.training:
+        add_second_moment(
+            m._second_moment_weight, m._positions_weight, m._captures_weight, inputs[0].detach()
+        )
 
 
 def _capture_output_gradient(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -103,7 +107,8 @@ def _observed_product(module: Any, inner: Any, side: str, x: Tensor, weight: str
     if total is None or not module.training:
         return found
     if side == "A":
-        add_expert_second_moments(total, count, x.detach(), ends)
+        gate = getattr(module, f"_captures_{weight}")
+        add_expert_second_moments(total, count, gate, x.detach(), ends)
     elif found.requires_grad and not _in_backward():
         reader = Reader(module, weight)
         add = functools.partial(accumulate_experts, ends=ends)
@@ -126,10 +131,17 @@ class Reader:
             getattr(self.module, _COUNT.format(self.attribute)),
         )
 
-    def open(self, total: Tensor | None, count: Tensor | None) -> None:
-        """Capture into these from now on; None: no more."""
-        setattr(self.module, _TOTAL.format(self.attribute), total)
-        setattr(self.module, _COUNT.format(self.attribute), count)
+    def open(self, total: Tensor, count: Tensor, gate: Tensor) -> None:
+        """Capture into these from now on, while gate (bool scalar on the CPU) is True."""
+        self._set(total, count, gate)
+
+    def close(self) -> None:
+        """Capture no more, in code that knows nothing of it."""
+        self._set(None, None, None)
+
+    def _set(self, *values: Tensor | None) -> None:
+        for form, value in zip((_TOTAL, _COUNT, _GATE), values):
+            setattr(self.module, form.format(self.attribute), value)
 
     def when_gradient_seen(self, then: Callable[[], None] | None) -> None:
         """Call this after each output gradient that was added (side G)."""
@@ -173,7 +185,7 @@ def install_hooks(model: nn.Module, groups: Sequence[ParamGroupSpec]) -> dict[st
 def _hook(reader: Reader, side: str) -> None:
     module = reader.module
     if not hasattr(module, _TOTAL.format(reader.attribute)):
-        reader.open(None, None)
+        reader.close()
     there = module.__dict__.get(_HOOKED)
     if there is not None:
         if there[0] == side:

@@ -110,7 +110,7 @@ def train(
 
 
 def kept_bytes(model: Any, optimizer: Any, step: int, micro_batches: int = 1) -> list[int]:
-    """Bytes that each micro-batch's forward keeps for its backward, weights and buffers apart; takes the step."""
+    """Bytes that each micro-batch's forward keeps for backward, weights and buffers apart; takes the step."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     found: list[int] = []
     optimizer.zero_grad()

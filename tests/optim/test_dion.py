@@ -16,7 +16,7 @@ from titanforge.optim.dion import Dion
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.local_update import LocalWeight
 from titanforge.optim.low_rank_in_place import low_rank_update
-from titanforge.optim.matrix_options import DionOptions, MatrixOptions, MuonOptions
+from titanforge.optim.matrix_options import DionOptions, DobbOptions, MatrixOptions, MuonOptions
 from titanforge.optim.newton_schulz import newton_schulz
 from titanforge.optim.orthonormal import orthonormal
 from titanforge.optim.param_groups import ParamGroupSpec
@@ -159,19 +159,33 @@ def test_dion_without_feedback_takes_quantised_momentum_and_with_it_refuses() ->
 def test_sizes_of_raw_updates(shape: tuple[int, int]) -> None:
     """Table 9: squared norm of O, and root mean square of s O."""
     m, n = shape
-    expected = {"muon": min(m, n), "dion": 4, "rmnp": m, "dobb": n}
-    g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    for name, square in expected.items():
-        # Twenty quintic steps only swing about one: cubic Newton-Schulz gets there.
-        muon = MuonOptions(30, (1.5, -0.5, 0.0))
-        rule = build_rule(name, matrix=MatrixOptions(muon=muon, dion=DionOptions(4 / min(m, n))))
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(shape, generator=generator)
+    # Twenty quintic steps only swing about one: cubic Newton-Schulz gets there.
+    muon = MuonOptions(30, (1.5, -0.5, 0.0))
+    found = {"muon": min(m, n), "dion": 4, "rmnp": m}
+    cases = [
+        (name, MatrixOptions(muon=muon, dion=DionOptions(4 / min(m, n))), square)
+        for name, square in found.items()
+    ]
+    cases += [
+        ("dobb", MatrixOptions(dobb=DobbOptions(side=side, norm=norm, blocks=blocks)), square)
+        for side, square in (("A", n), ("G", m))
+        for norm in ("linf", "l2")
+        for blocks in (1, 4)
+    ]
+    for name, options, square in cases:
+        rule = build_rule(name, matrix=options)
         h = torch.tensor(rule.hyperparameters(OPTIONS, 1))
         auxiliary = rule.new_auxiliary(g.shape, g.device)
+        if name == "dobb":  # any complete bases
+            drawn = torch.randn(auxiliary[1].shape, generator=generator)
+            auxiliary = (auxiliary[0], torch.linalg.qr(drawn).Q)
         update, _, _ = rule.scaled_direction((g,), auxiliary, h)  # pyright: ignore
         raw = update / (0.2 * math.sqrt(max(m, n)))
-        assert float(raw.square().sum()) == pytest.approx(square, rel=1e-3), name
+        assert float(raw.square().sum()) == pytest.approx(square, rel=1e-3), options
         rms = 0.2 * math.sqrt(max(m, n) * square / (m * n))
-        assert float(update.square().mean().sqrt()) == pytest.approx(rms, rel=1e-3), name
+        assert float(update.square().mean().sqrt()) == pytest.approx(rms, rel=1e-3), options
 
 
 def test_scales() -> None:

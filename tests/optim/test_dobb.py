@@ -145,7 +145,9 @@ def test_equals_the_paper(
 
 
 class FusedAttention(nn.Module):
-    """As much of an attention as tells that `wqkv` is three matrices."""
+    """As much of an attention as tells that `wqkv` is three matrices, and of how many rows a head is."""
+
+    head_dim = 4
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,24 +158,29 @@ class FusedAttention(nn.Module):
         return torch.tanh(self.wqkv(x))
 
 
+@pytest.mark.parametrize("parts", [3, 6])
 @pytest.mark.parametrize("side", ["A", "G"])
-def test_fused_projection_is_three_matrices(side: str) -> None:
+def test_fused_projection_is_three_matrices_or_heads(side: str, parts: int) -> None:
     """Each with its own blocks of the output axis (G); one set of blocks of their common input (A)."""
     model = FusedAttention()
-    optimizer = build_optimizer(model, options(side=side, norm="l2", blocks=2), "float32")
+    chosen = options(side=side, norm="l2", blocks=2)
+    chosen.per_head = parts == 6
+    optimizer = build_optimizer(model, chosen, "float32")
     seen = Seen(model)
-    references = [DobbReference((8, 8), side=side, norm="l2", blocks=2, period=T, mu=MU) for _ in range(3)]
+    form = dict(side=side, norm="l2", blocks=2, period=T, mu=MU)  # noqa: C408
+    references = [DobbReference((24 // parts, 8), **form) for _ in range(parts)]  # pyright: ignore
     basis = optimizer.state_dict()["state"]["wqkv.weight"]["basis"]
-    assert basis.shape == ((1, 2, 4, 4) if side == "A" else (6, 4, 4))
+    width = 12 // parts
+    assert basis.shape == ((1, 2, 4, 4) if side == "A" else (2 * parts, width, width))
     for step in range(T + 1):
-        before = model.wqkv.weight.detach().double().chunk(3)
+        before = model.wqkv.weight.detach().double().chunk(parts)
         train(model, optimizer, step, step + 1)  # pyright: ignore[reportArgumentType]
         gradient = model.wqkv.weight.grad
         assert gradient is not None
-        captured = [seen.x["wqkv.weight"]] * 3 if side == "A" else seen.d["wqkv.weight"].chunk(3)
-        for i, (w, g) in enumerate(zip(before, gradient.double().chunk(3))):
+        captured = [seen.x["wqkv.weight"]] * parts if side == "A" else seen.d["wqkv.weight"].chunk(parts)
+        for i, (w, g) in enumerate(zip(before, gradient.double().chunk(parts))):
             expected = references[i].step(w, g, captured[i], LR, DECAY)
-            ours = model.wqkv.weight.detach().double().chunk(3)[i]
+            ours = model.wqkv.weight.detach().double().chunk(parts)[i]
             assert (ours - expected).abs().max() < 2e-3 * (expected - w).abs().max()
 
 
@@ -188,6 +195,53 @@ def test_one_block_for_each_input_is_sign_momentum() -> None:
             o = torch.sign(m) / math.sqrt(m.shape[0])
             q.data.mul_(1 - LR * DECAY).sub_(LR * 0.2 * math.sqrt(max(m.shape)) * o)
             torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("gradient", ["zero", "missing"])
+def test_without_a_gradient_momentum_goes_on_and_nothing_makes_no_step(norm: str, gradient: str) -> None:
+    """From the start: no step but the decay. Later: as a gradient of zeros has it in the paper."""
+    model = net()
+    optimizer = build_optimizer(model, options(norm=norm, blocks=2), "float32")
+    seen = Seen(model)
+    weight = model.layers["0"].w1.weight  # pyright: ignore
+    reference = DobbReference((12, 8), norm=norm, blocks=2, period=T, mu=MU)
+    for step in range(T + 2):
+        before = weight.detach().double().clone()
+        optimizer.begin_step(1)
+        optimizer.zero_grad()
+        loss = model(micro_batch(step)).square().mean()
+        optimizer.before_backward(0)
+        loss.backward()
+        without = step in (0, T, T + 1)  # steps of a refresh among them
+        if without:
+            weight.grad = None if gradient == "missing" else torch.zeros_like(weight)
+        g = torch.zeros_like(before) if without else weight.grad.double()
+        optimizer.step()
+        expected = reference.step(before, g, seen.x["layers.0.w1.weight"], LR, DECAY)
+        torch.testing.assert_close(weight.detach().double(), expected, rtol=0, atol=1e-5)
+        if step == 0:
+            torch.testing.assert_close(weight.detach().double(), (1 - LR * DECAY) * before)
+
+
+def test_statistics_stored_in_bfloat16_are_those_of_float32_rounded() -> None:
+    """Refreshes compute in float32 whatever the storage (appendix F.8)."""
+    model = net()
+    chosen = options(statistics_dtype="bfloat16", basis_dtype="bfloat16")
+    optimizer = build_optimizer(model, chosen, "float32")
+    seen = Seen(model)
+    previous = torch.zeros(8, 8)
+    for step in range(T + 1):
+        train(model, optimizer, step, step + 1)
+        if step % T == 0:
+            x = seen.x["layers.0.w1.weight"].float()
+            expected = (0.95 * previous + x @ x.T / x.shape[1]).bfloat16()
+            saved = optimizer.state_dict()["state"]["layers.0.w1.weight"]
+            assert saved["statistic"].dtype == saved["basis"].dtype == torch.bfloat16
+            torch.testing.assert_close(saved["statistic"][0], expected, rtol=2**-7, atol=1e-4)
+            previous = saved["statistic"][0].float()
+            u = saved["basis"][0].float()
+            torch.testing.assert_close(u.T @ u, torch.eye(8), rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("basis_dtype", ["float32", "bfloat16"])

@@ -141,6 +141,9 @@ def sharded(rank: int, world_size: int, folder: str) -> None:
         optimizer.step()
         told = f"{name.lower()} sends {sum(sizes) // 4} scalars a step between 2 shards"
         assert optimizer.report() == told and bool(sum(sizes)) == (name != "RMNP"), (told, optimizer.report())
+    from tests.optim.test_dobb_sharded import layouts
+
+    layouts(rank, world_size, folder, ((1, 2), (2, 1)))
     layer = nn.Linear(8, 8)
     fully_shard(layer, mesh=mesh)
     with pytest.raises(ValueError, match=r"blocks along another axis of 'weight', 8 x 8, than shards cut"):

@@ -16,7 +16,7 @@ types:
 	$(BIN)basedpyright
 
 test:
-	$(BIN)python -m pytest -n 2
+	$(BIN)python -m pytest -n 2 --dist loadgroup
 
 format:
 	$(BIN)ruff check --fix $(PATHS)

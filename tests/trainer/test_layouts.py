@@ -29,7 +29,7 @@ def _run(tmp: Path, corpus: Path, layout: str, accumulation: int) -> list[str]:
     return argv(
         tmp / f"{layout}_{accumulation}",
         corpus,
-        training__steps=20,
+        training__steps=10,
         optimizer__lr=2e-3,
         training__global_batch_size=GLOBAL_BATCH,
         training__local_batch_size=GLOBAL_BATCH // (processes * accumulation),
@@ -39,11 +39,11 @@ def _run(tmp: Path, corpus: Path, layout: str, accumulation: int) -> list[str]:
         checkpoint__initial_load_path=tmp / "seed" / "checkpoint",
         checkpoint__initial_load_model_only=True,  # made with another seed, so that it is seen to be loaded
         validation__enable=True,
-        validation__freq=10,
+        validation__freq=5,
         validation__steps=-1,
         validation__local_batch_size=3,
         validation__sample_prompts=["alpha", "return the"],
-        validation__sample_tokens=12,
+        validation__sample_tokens=6,
         validation__sample_temperature=0.0,
         data__validation_fraction=0.2,
     )
@@ -70,18 +70,18 @@ def test_one_seed_checkpoint_gives_the_same_run_on_every_layout(tmp_path):
             assert greatest_difference(folder, wanted) < 1e-5, folder.name
             assert column(folder, "tokens_seen") == column(wanted, "tokens_seen")
             assert greatest_difference(folder, wanted, "grad_norm") < 1e-4, folder.name
-            assert distance(folder / "checkpoint/step-20", wanted / "checkpoint/step-20") < 1e-4
+            assert distance(folder / "checkpoint/step-10", wanted / "checkpoint/step-10") < 1e-4
             _assert_same_evaluations(folder, wanted)
 
 
 def _assert_same_evaluations(folder: Path, wanted: Path) -> None:
     ours, theirs = ([line for line in lines(f) if "validation_loss" in line] for f in (folder, wanted))
-    assert [line["step"] for line in ours] == [10, 20]
+    assert [line["step"] for line in ours] == [5, 10]
     for mine, other in zip(ours, theirs, strict=True):
         assert abs(mine["validation_loss"] - other["validation_loss"]) < 1e-5, folder.name
         assert mine["validation_tokens"] == other["validation_tokens"] > 0
     # Neither the samples nor the evaluation may be counted as training.
-    assert len(training_lines(folder)) == 20
+    assert len(training_lines(folder)) == 10
     samples = [
         [(line["step"], line["prompt"], line["text"]) for line in lines(f, "samples.jsonl")]
         for f in (folder, wanted)

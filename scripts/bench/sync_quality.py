@@ -54,6 +54,10 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+OF_A_CELL = ("lr", "momentum", "rank_fraction", "error_feedback")
+"""Options that a cell may have of its own."""
+
+
 def local_keys(options: argparse.Namespace) -> dict[str, Any]:
     """`[sync]` of all cells with local steps."""
     return {
@@ -79,12 +83,14 @@ def cells(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def cell_of(words: list[str]) -> tuple[str, dict[str, Any]]:
-    """NAME KEY=VALUE ... of `--cell`; values as in JSON, text without quotes."""
+    """NAME KEY=VALUE ... of `--cell`; values as in JSON, or text without quotes."""
     name, keys = words[0], {}
     for word in words[1:]:
         key, found, value = word.partition("=")
-        if not found or key not in Sync.__dataclass_fields__:
-            raise SystemExit(f"--cell {name}: {word!r} is no KEY=VALUE of [sync]")
+        if not found or key not in (*Sync.__dataclass_fields__, *OF_A_CELL):
+            raise SystemExit(
+                f"--cell {name}: {word!r} is no KEY=VALUE of [sync] nor of {', '.join(OF_A_CELL)}"
+            )
         try:
             keys[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -143,10 +149,10 @@ def go_through(options: argparse.Namespace, train: Train) -> None:
             name, sync = next(iter(waiting.items()))
             del waiting[name]
             begun.add(name)
-            found, begin = done(name, options), time.monotonic()
-            if not (found and found["finished"]) and end - begin > longest:
-                found = attempt(name, sync, options, train, min(end - begin, options.cell_seconds))
-                longest = max(longest, time.monotonic() - begin)
+            begin = time.monotonic()
+            left = end - begin if end - begin > longest else 0.0
+            found = attempt(name, sync, options, train, min(left, options.cell_seconds))
+            longest = max(longest, time.monotonic() - begin)
             if found:
                 results.append(found)
                 sync_report.write(results, options.output)
@@ -188,11 +194,15 @@ def done(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def attempt(
-    name: str, sync: dict[str, Any], options: argparse.Namespace, train: Train, seconds: float
+    name: str, keys: dict[str, Any], options: argparse.Namespace, train: Train, seconds: float
 ) -> dict[str, Any] | None:
-    """A cell's result, from before or from now."""
-    if (found := done(name, options)) and found["finished"]:
-        return found
+    """A cell's result, from before or, where there are seconds left, from now."""
+    options = argparse.Namespace(
+        **vars(options) | {key: value for key, value in keys.items() if key in OF_A_CELL}
+    )
+    sync = {key: value for key, value in keys.items() if key not in OF_A_CELL}
+    if seconds <= 0 or ((found := done(name, options)) and found["finished"]):
+        return done(name, options)
     begin, folder = time.monotonic(), options.output / "runs" / cell_file(name, options).stem
     result = train(folder, SIZES[options.size], sync, options, seconds)
     store(name, sync, options, result, time.monotonic() - begin)
@@ -223,7 +233,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--intervals", type=int, nargs="*", default=[])
     found.add_argument(
         "--cell", nargs="+", action="append", default=[], metavar=("NAME", "KEY=VALUE"),
-        help="one more cell, with these keys of [sync] beside those of all; may be repeated",
+        help="one more cell, with these keys of [sync] or of the optimizer beside those of all; repeatable",
     )  # fmt: skip
     found.add_argument(
         "--match", type=float, nargs="*", default=[0.1, 0.3, 0.5, 0.7],

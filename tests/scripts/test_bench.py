@@ -104,17 +104,18 @@ def test_peer_trains_where_it_is_installed(tmp_path: Path) -> None:
 
 def test_sync_quality_compares_cells_and_goes_on_where_it_stopped(tmp_path: Path, capsys) -> None:
     tiny = ["--mode=threads", "--replicas=2", "--steps=4", "--batch=1", "--warmup=1", "--seeds=3"]
-    arguments = [*tiny, "--thresholds", "--intervals", "4", "-o", str(tmp_path)]
+    far = ["--thresholds", "--cell", "far", "policy=scheduled", "interval=4", "rank_fraction=0.25"]
+    arguments = [*tiny, *far, "-o", str(tmp_path)]
     assert sync_quality.main(arguments) == 0
     every, scheduled = json.loads((tmp_path / "results.json").read_text())["cells"]
     assert every["cell"] == "every_step" and every["sync_rate"] == 1.0 and every["finished"]
     assert scheduled["sync_rate"] == 0.25 and 0 < scheduled["gib"] < every["gib"]
-    assert scheduled["loss_above_every_step"] > -1 and "| scheduled 4 | 3 |" in capsys.readouterr().out
+    assert scheduled["loss_above_every_step"] > -1 and "| far | 3 |" in capsys.readouterr().out
     assert (tmp_path / "results.png").stat().st_size > 0
-    cell = tmp_path / "cells" / "scheduled_4_seed3.json"
+    cell = tmp_path / "cells" / "far_seed3.json"
     stamp = cell.stat().st_mtime_ns
     assert sync_quality.main(arguments) == 0 and cell.stat().st_mtime_ns == stamp
-    assert sync_quality.main([*arguments, "--steps", "5", "--cell-seconds", "0"]) == 0
+    assert sync_quality.main([*arguments, "--steps", "5", "--cell-seconds", "1e-6"]) == 0
     assert "stopped after 0 steps" in (tmp_path / "results.md").read_text()
 
 

@@ -203,10 +203,20 @@ def held_for_gradients(plan: Sequence[PlanLine], config: JobConfig, micro_batche
         elif line.plan.join == "buffer":
             held += line.numel * 4
         elif line.plan.join == "stash":
-            held += min(micro_batches * tokens * sum(line.shape[-2:]) * 2, line.numel * 4)
+            held += stashed_values(line, micro_batches * tokens) * DTYPES[compute_dtype(config)].itemsize
         if line.plan.granule is Granule.LAYER:
             formed = max(formed, line.numel * 4)
     return held + formed
+
+
+def stashed_values(line: PlanLine, tokens: int) -> int:
+    """Numbers that a step's tokens leave as operands of one weight's gradient.
+
+    A head keeps hidden states, from which it forms its logits again, an embedding the gradient of its rows.
+    """
+    rows, columns = line.shape[-2:]
+    widths = {"head": columns, "embedding": columns, "tied": 2 * columns}
+    return tokens * widths.get(line.kind, rows + columns)
 
 
 def largest_unit(model: nn.Module, tp: int = 1, ep: int = 1) -> int:

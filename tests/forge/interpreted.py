@@ -31,6 +31,7 @@ def main() -> None:
         options = options_of(name, **recipe)
         torch_dtype = getattr(torch, dtype)
         sizes = {"n_layers": 1, "dim": 16, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 40}
+        sizes["tie_embeddings"] = "int8" in recipe.values()
         fused, formed, plain = (llama(torch_dtype, **sizes) for _ in range(3))
         optimizer, other = fuse(fused, options, dtype), fuse_materialised(formed, options, dtype)
         steps = 2 if dtype == "float32" else 1

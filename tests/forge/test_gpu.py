@@ -53,10 +53,11 @@ RECIPES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_t0_fused_is_formed(recipe: dict[str, Any]) -> None:
+def test_t0_fused_is_formed(recipe: dict[str, Any], tied: bool) -> None:
     options = options_of("adamw", **recipe)
-    fused, formed = on_gpu(), on_gpu()
+    fused, formed = on_gpu(tie_embeddings=tied), on_gpu(tie_embeddings=tied)
     first, second = fuse(fused, options, "bfloat16"), fuse_materialised(formed, options, "bfloat16")
     assert train(fused, first, 0, 5) == train(formed, second, 0, 5)
     assert same(weights(fused), weights(formed))

@@ -85,6 +85,7 @@ def test_cheaper_join_is_chosen_by_bytes() -> None:
     assert plan(rule, LINEAR, {}, many).join == "buffer"
     assert plan(rule, Placement("embedding", (9, 8)), {}, many).join == "stash"
     assert plan(rule, Placement("head", (9, 8)), {}, many).join == "stash"
+    assert plan(rule, Placement("tied", (9, 8)), {}, many).join == "stash"
     assert plan(rule, VECTOR, {}, few).join == "buffer"
 
 
@@ -183,7 +184,8 @@ def test_nesterov_reads_the_gradient_after_the_state() -> None:
 def test_report_of_ranks_says_how_long_gradients_live() -> None:
     def report(mesh: dict[str, int]) -> list[str]:
         decided = plan(build_rule("adamw"), LINEAR, mesh, FOUR)
-        return plan_report([PlanLine("w", (128, 64), torch.float32, decided)], nn.Linear(1, 1)).splitlines()
+        line = PlanLine("w", (128, 64), torch.float32, decided, "linear")
+        return plan_report([line], nn.Linear(1, 1)).splitlines()
 
     alone, replicas, shards = report({}), report(REPLICAS), report(SHARDS)
     assert "100.0 % of 8,192 trainable parameters never have a gradient in memory" in alone[0]

@@ -138,7 +138,8 @@ def preview(
     covered = cover(model, None if ranks.several else probe_readers(model, probe))
     plans = _plan_weights(groups, recipe, covered, steps, plan, ranks)
     return [
-        PlanLine(name, tuple(one.param.shape), one.param.dtype, plans[name]) for name, one in covered.items()
+        PlanLine(name, tuple(one.param.shape), one.param.dtype, plans[name], one.placement.kind)
+        for name, one in covered.items()
     ]
 
 

@@ -19,13 +19,23 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Covered:
-    """One trainable parameter, the module that owns it and under which attribute, and what can be done."""
+    """One trainable parameter, the module that owns it and under which attribute, and what can be done.
+
+    head: of an embedding, the head that reads the same weight and owns the loss.
+    """
 
     name: str
     param: nn.Parameter
     module: nn.Module
     attribute: str
     placement: Placement
+    head: nn.Module | None = None
+
+    def readers(self) -> list[tuple[nn.Module, Kind]]:
+        """The modules whose forwards read it, and as what: a tied head knows that it is."""
+        if self.head is None:
+            return [(self.module, self.placement.kind)]
+        return [(self.module, "embedding"), (self.head, "tied")]
 
 
 def cover(model: nn.Module, readers: Readers | None) -> dict[str, Covered]:
@@ -43,16 +53,31 @@ def cover(model: nn.Module, readers: Readers | None) -> dict[str, Covered]:
     for raw_name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        _, module, attribute = owners[id(param)][0]
-        kind, excluded = _kind_of(module, attribute, param)
+        kind, module, attribute, head, excluded = _role_of(owners[id(param)], param)
         if readers is not None:
-            excluded = _shared(owners[id(param)]) or _reads(readers, module, param) or excluded
+            modules = [module] if head is None else [module, head]
+            shared = "" if head is not None else _shared(owners[id(param)])
+            excluded = shared or _reads(readers, modules, param) or excluded
         placement = Placement(
             kind, tuple(param.shape), excluded or _unsupported(param), isinstance(param, DTensor)
         )
         name = clean_name(raw_name)
-        covered[name] = Covered(name, param, module, attribute, placement)
+        covered[name] = Covered(name, param, module, attribute, placement, head)
     return covered
+
+
+def _role_of(
+    owners: list[tuple[str, nn.Module, str]], param: nn.Parameter
+) -> tuple[Kind, nn.Module, str, nn.Module | None, str]:
+    """Kind, owner, attribute, tied head, and why the parameter cannot be fused as far as its modules say."""
+    if len(owners) == 2:
+        roles = {_kind_of(module, attribute, param): module for _, module, attribute in owners}
+        embedding, head = roles.get(("embedding", "")), roles.get(("head", ""))
+        if embedding is not None and head is not None:
+            return "tied", embedding, "weight", head, ""
+    _, module, attribute = owners[0]
+    kind, excluded = _kind_of(module, attribute, param)
+    return kind, module, attribute, None, excluded
 
 
 def frozen_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
@@ -78,7 +103,7 @@ def _kind_of(module: nn.Module, attribute: str, param: nn.Parameter) -> tuple[Ki
     if "forward" in vars(module):
         return "other", f"the forward of this {name} was replaced"
     if attribute == "weight" and is_loss_head(module):
-        return "head", ""
+        return ("head", "") if module.bias is None else ("other", "a head that owns its loss, with a bias")
     if attribute == "weight" and isinstance(module, nn.Linear):
         if type(module).forward is not nn.Linear.forward:
             return "other", f"{name} has a forward of its own"
@@ -99,15 +124,18 @@ def _shared(owners: list[tuple[str, nn.Module, str]]) -> str:
     return f"tied: {' and '.join(name for name, _, _ in owners[:3])} are one tensor"
 
 
-def _reads(readers: Readers, module: nn.Module, param: nn.Parameter) -> str:
-    calls, edges = readers.calls[id(module)], readers.edges[id(param)]
-    if calls == 0:
-        return "bypassed: read without calling its module" if edges else "not used in the probe forward"
-    if calls > 1:
-        return f"its module is called {calls} times in a forward"
+def _reads(readers: Readers, modules: list[nn.Module], param: nn.Parameter) -> str:
+    """Why it matters who reads a parameter; empty where each of its modules does so, once."""
+    edges = readers.edges[id(param)]
+    for module in modules:
+        calls = readers.calls[id(module)]
+        if calls == 0:
+            return "bypassed: read without calling its module" if edges else "not used in the probe forward"
+        if calls > 1:
+            return f"its module is called {calls} times in a forward"
     if edges == 0:
         return "no gradient reached it in the probe forward"
-    if edges > 1:
+    if edges != len(modules):
         return f"read {edges} times in a forward"
     return ""
 

@@ -7,8 +7,7 @@ those that backward could not finish (`weight_updates`).
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +23,7 @@ from titanforge.forge.ops import register_sink
 from titanforge.forge.plan import Kind, ParamPlan
 from titanforge.forge.report import PlanLine, plan_report
 from titanforge.forge.sinks import Clock, Hyper, Sink
+from titanforge.forge.tied import TiedSink
 from titanforge.forge.weight_updates import WeightUpdates
 from titanforge.optim.dobb.hooks import Reader
 from titanforge.optim.engine import Entry, Family, RuleOptimizer
@@ -65,6 +65,7 @@ class ForgeOptimizer(RuleOptimizer):
         self._model = model
         self._ranks = ranks or Ranks()
         self._plans = plans
+        self._kinds: dict[str, Kind] = {name: one.placement.kind for name, one in covered.items()}
         self._micro_batches = micro_batches
         self._clip = LaggedClip(max_norm, self._device)
         self._clock = Clock(self._rng, self._nonfinite)
@@ -87,13 +88,14 @@ class ForgeOptimizer(RuleOptimizer):
         return [(entry, family) for family in self._families for entry in family.entries]
 
     def _fuse(self, covered: Mapping[str, Covered], keep_logits: bool) -> None:
-        handles: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        fused: dict[int, tuple[nn.Module, dict[str, Kind], dict[str, Tensor]]] = {}
+        stashing: set[int] = set()
         for family, hyper in zip(self._families, self._hyper):
             for entry in family.entries:
                 param_plan, owner = self._plans[entry.name], covered[entry.name]
                 if not param_plan.fused:
                     continue
-                sink_class = HeadSink if owner.placement.kind == "head" else Sink
+                sink_class = {"head": HeadSink, "tied": TiedSink}.get(owner.placement.kind, Sink)
                 sink = (HookedSink if param_plan.by_hook else sink_class)(
                     entry.name, family.rule, owner.placement, param_plan, entry.item, hyper, entry.hyper_row,
                     self._clock, getattr(owner.module, "padding_idx", None),
@@ -105,17 +107,18 @@ class ForgeOptimizer(RuleOptimizer):
                 if isinstance(sink, HookedSink):
                     self._hook(sink, entry.param)
                     continue
-                handles[id(owner.module)][owner.attribute] = register_sink(sink)
+                handle = register_sink(sink)
                 if isinstance(sink, HeadSink):
-                    sink.compile_like(owner.module)
-        for owners in _by_module(covered.values()):
-            own = handles.get(id(owners[0].module))
-            if own:
-                kinds: dict[str, Kind] = {o.attribute: o.placement.kind for o in owners if o.attribute in own}
-                # Micro-batches that are joined by their tokens have their logits formed again anyway.
-                stashed = any(self._plans[o.name].join == "stash" for o in owners)
-                fuse_module(owners[0].module, kinds, own, keep_logits and not stashed)
-                self._modules.append(owners[0].module)
+                    sink.compile_like(owner.head or owner.module)
+                for module, kind in owner.readers():
+                    _, kinds, handles = fused.setdefault(id(module), (module, {}, {}))
+                    kinds[owner.attribute], handles[owner.attribute] = kind, handle
+                    if param_plan.join == "stash":
+                        stashing.add(id(module))
+        for module, kinds, handles in fused.values():
+            # Micro-batches that are joined by their tokens have their logits formed again anyway.
+            fuse_module(module, kinds, handles, keep_logits and id(module) not in stashing)
+            self._modules.append(module)
 
     def _hook(self, sink: HookedSink, param: nn.Parameter) -> None:
         sink.param, sink.queue = param, self._queue
@@ -149,7 +152,13 @@ class ForgeOptimizer(RuleOptimizer):
     def plan(self) -> list[PlanLine]:
         """What happens to each trainable weight."""
         return [
-            PlanLine(entry.name, tuple(entry.param.shape), entry.param.dtype, self._plans[entry.name])
+            PlanLine(
+                entry.name,
+                tuple(entry.param.shape),
+                entry.param.dtype,
+                self._plans[entry.name],
+                self._kinds[entry.name],
+            )
             for entry, _ in self._entries_with_family()
         ]
 
@@ -347,13 +356,6 @@ class ForgeOptimizer(RuleOptimizer):
 def _gathers(rule: UpdateRule, entry: Entry) -> bool:
     """Whether U takes parts of the state from other ranks."""
     return rule.u_gathers and is_cut(entry.param, rule.u_dims)
-
-
-def _by_module(covered: Iterable[Covered]) -> list[list[Covered]]:
-    grouped: dict[int, list[Covered]] = defaultdict(list)
-    for one in covered:
-        grouped[id(one.module)].append(one)
-    return list(grouped.values())
 
 
 def _hyper_of(table: Tensor) -> Hyper:

@@ -132,10 +132,23 @@ def consume_head(
     assert isinstance(sink, HeadSink)
     kept = logits_NV if logits_NV.numel() else None
     with sink.writing_to(weight_VD):
-        return sink.loss(weight_VD, _Tokens(hidden_ND, labels_N, lse_N, grad_loss), kept)
+        return sink.loss(weight_VD, Tokens(hidden_ND, labels_N, lse_N, grad_loss), kept)
+
+
+@torch.library.custom_op("titanforge::forge_tied_head", mutates_args=("logits_NV",))
+def hand_on_head(
+    weight_VD: Tensor, hidden_ND: Tensor, labels_N: Tensor, lse_N: Tensor, logits_NV: Tensor,
+    grad_loss: Tensor, handle: Tensor,
+) -> Tensor:  # fmt: skip
+    """The same of a head whose weight changes later, in the backward of the embedding that has it too."""
+    sink = sink_of(handle)
+    assert isinstance(sink, HeadSink)
+    kept = logits_NV if logits_NV.numel() else None
+    return sink.loss(weight_VD, Tokens(hidden_ND, labels_N, lse_N, grad_loss), kept)
 
 
 @consume_head.register_fake
+@hand_on_head.register_fake
 def _(
     weight_VD: Tensor, hidden_ND: Tensor, labels_N: Tensor, lse_N: Tensor, logits_NV: Tensor,
     grad_loss: Tensor, handle: Tensor,
@@ -143,8 +156,13 @@ def _(
     return torch.empty_like(hidden_ND)
 
 
-class _Tokens:
-    """What the loss of some tokens left for backward. scale [N, 1]: gradient of each token's loss."""
+class Tokens:
+    """What the loss of some tokens left for backward.
+
+    scale [N, 1]: gradient of each token's loss. gradient [N, V]: of their logits, where it is kept.
+    """
+
+    gradient: Tensor | None = None
 
     def __init__(self, hidden_ND: Tensor, labels_N: Tensor, lse_N: Tensor, grad_loss: Tensor) -> None:
         self.hidden = hidden_ND
@@ -153,14 +171,14 @@ class _Tokens:
         scale = grad_loss.float().reshape(1, 1).expand_as(self.lse)
         self.scale = torch.where(self.labels == IGNORE_INDEX, 0.0, scale)
 
-    def copy(self) -> _Tokens:
-        twin = object.__new__(_Tokens)
+    def copy(self) -> Tokens:
+        twin = object.__new__(Tokens)
         twin.__dict__ = {name: tensor.clone() for name, tensor in vars(self).items()}
         return twin
 
     @staticmethod
-    def joined(parts: list[_Tokens]) -> _Tokens:
-        whole = object.__new__(_Tokens)
+    def joined(parts: list[Tokens]) -> Tokens:
+        whole = object.__new__(Tokens)
         whole.__dict__ = {name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])}
         return whole
 
@@ -176,7 +194,7 @@ class HeadSink(Sink):
     summary: Callable[..., tuple[Tensor, Tensor]] = logits_summary
     gradient: Callable[..., Tensor] = logits_gradient
     turn: Callable[..., None] = turn_into_gradient
-    _waiting: list[_Tokens] = field(default_factory=list)
+    _waiting: list[Tokens] = field(default_factory=list)
 
     def compile_like(self, head: nn.Module) -> None:
         """Compile what lies between the products if the head itself was asked to."""
@@ -194,7 +212,7 @@ class HeadSink(Sink):
             )
         super().product(dy, x)
 
-    def loss(self, weight_VD: Tensor, tokens: _Tokens, kept_NV: Tensor | None = None) -> Tensor:
+    def loss(self, weight_VD: Tensor, tokens: Tokens, kept_NV: Tensor | None = None) -> Tensor:
         """One micro-batch: returns the gradient of its hidden states. kept: its logits."""
         self.begin()
         if self.plan.join == "stash" and not self.clock.last:
@@ -203,56 +221,74 @@ class HeadSink(Sink):
         if kept_NV is not None:
             return self._at_once(weight_VD, tokens, kept_NV)
         own = tokens.hidden.shape[0]
-        joined = _Tokens.joined([tokens, *self._waiting]) if self._waiting else tokens
+        joined = Tokens.joined([tokens, *self._waiting]) if self._waiting else tokens
         self._waiting.clear()
         return self._walk(weight_VD, joined, own, consume=True)
 
-    def _at_once(self, weight_VD: Tensor, tokens: _Tokens, kept_NV: Tensor) -> Tensor:
+    def _at_once(self, weight_VD: Tensor, tokens: Tokens, kept_NV: Tensor) -> Tensor:
         """From the logits of all rows, which become their gradient."""
-        N, V = kept_NV.shape
-        for first, rows in _chunks(N, V):
-            self.turn(kept_NV[:, first : first + rows], tokens.lse, tokens.labels - first, tokens.scale)
-        grad_hidden = kept_NV @ weight_VD.to(kept_NV.dtype)  # before the update
+        grad_hidden = self.turned(weight_VD, tokens, kept_NV)
         self._take(Product(kept_NV, tokens.hidden))
         return grad_hidden
 
-    def _walk(self, weight_VD: Tensor, tokens: _Tokens, own: int, consume: bool) -> Tensor:
+    def turned(self, weight_VD: Tensor, tokens: Tokens, kept_NV: Tensor) -> Tensor:
+        """Turn kept logits into their gradient; returns the hidden states'."""
+        for first, rows in _chunks(*kept_NV.shape):
+            self.turn(kept_NV[:, first : first + rows], tokens.lse, tokens.labels - first, tokens.scale)
+        return kept_NV @ weight_VD.to(kept_NV.dtype)  # before the update
+
+    def _walk(self, weight_VD: Tensor, tokens: Tokens, own: int, consume: bool) -> Tensor:
         """Over the chunks of rows. own: the first tokens, whose hidden states get their gradient here."""
         V, hidden = weight_VD.shape[0], tokens.hidden
         grad_hidden = torch.zeros(own, hidden.shape[1], device=hidden.device)
         whole = None
         if consume and self.plan.granule is Granule.LAYER:
             whole = torch.empty(weight_VD.shape, dtype=torch.float32, device=hidden.device)
-        chunks = list(_chunks(hidden.shape[0], V))
+        chunks = list(_chunks(self.operand_tokens(hidden) if consume else hidden.shape[0], V))
         if consume:
             self.keep_norms({first for first, _ in chunks})
             if self.clock.observe and whole is None:
                 for first, rows in chunks:
-                    self.look(Product(self._logits(weight_VD, tokens, first, rows)[0], hidden), first, rows)
+                    gradient_NR, _ = self._logits(weight_VD, tokens, first, rows)
+                    self.look(self.operands(gradient_NR, hidden, first), first, rows)
         for first, rows in chunks:
             gradient_NR, weight_RD = self._logits(weight_VD, tokens, first, rows)
-            _add_product(grad_hidden, gradient_NR[:own], weight_RD)
-            product = Product(gradient_NR, hidden)
+            if own:
+                _add_product(grad_hidden, gradient_NR[:own], weight_RD)
+            if not consume:
+                del gradient_NR
+                continue
+            product = self.operands(gradient_NR, hidden, first)
             if whole is not None:
                 whole[first : first + rows] = product.form(self.rows_of(first, rows))
-            elif consume and self.plan.join == "state":
+            elif self.plan.join == "state":
                 self.add_to_state(product, first, rows)
-            elif consume:
+            else:
                 self.consume(product, first, rows)
             del gradient_NR, product  # before the next chunk's
         if whole is not None:
             self.update_whole(whole)
         return grad_hidden.to(hidden.dtype)
 
-    def _logits(self, weight_VD: Tensor, tokens: _Tokens, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    def operand_tokens(self, hidden: Tensor) -> int:
+        """Tokens of the product that `operands` returns."""
+        return hidden.shape[0]
+
+    def operands(self, gradient_NR: Tensor, hidden: Tensor, first: int) -> Product:
+        """What the gradient of a chunk's rows, from `first` on, is made of."""
+        return Product(gradient_NR, hidden)
+
+    def _logits(self, weight_VD: Tensor, tokens: Tokens, first: int, rows: int) -> tuple[Tensor, Tensor]:
         """The gradient of a chunk's logits, and the chunk's rows as they are before their update."""
         weight_RD = weight_VD[first : first + rows].to(tokens.hidden.dtype)
+        if tokens.gradient is not None:
+            return tokens.gradient[:, first : first + rows], weight_RD
         logits_NR = F.linear(tokens.hidden, weight_RD)
         return self.gradient(logits_NR, tokens.lse, tokens.labels - first, tokens.scale), weight_RD
 
     def finish(self) -> None:
         if not self.done and self._waiting:
-            joined = _Tokens.joined(self._waiting)
+            joined = Tokens.joined(self._waiting)
             self._waiting.clear()
             item = self.item()
             self._walk(item.weight if item.copy is None else item.copy, joined, 0, consume=True)
@@ -278,8 +314,15 @@ class FusedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, handle: Tensor, keep_logits: bool
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        handle: Tensor,
+        keep_logits: bool,
+        tied: bool,
     ) -> Tensor:
+        ctx.backward_op = hand_on_head if tied else consume_head
         loss, lse_N, logits_NV = head_loss(hidden_ND, weight_VD, labels_N, handle, keep_logits)
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N, lse_N, logits_NV, handle)
         return loss
@@ -287,10 +330,10 @@ class FusedHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, labels_N, lse_N, logits_NV, handle = ctx.saved_tensors
-        grad_hidden_ND = consume_head(
+        grad_hidden_ND = ctx.backward_op(
             weight_VD, hidden_ND, labels_N, lse_N, logits_NV, grad_outputs[0], handle
         )
-        return grad_hidden_ND, None, None, None, None
+        return grad_hidden_ND, None, None, None, None, None
 
 
 def fused_head_loss(
@@ -300,8 +343,12 @@ def fused_head_loss(
     handle: Tensor,
     dtype: torch.dtype,
     keep_logits: bool = False,
+    tied: bool = False,
 ) -> Tensor:
-    """Summed loss, fp32 scalar, of the tokens whose label is not -100. hidden: [..., D]; labels: [...]."""
+    """Summed loss, fp32 scalar, of the tokens whose label is not -100. hidden: [..., D]; labels: [...].
+
+    tied: the embedding reads the same weight.
+    """
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -309,6 +356,6 @@ def fused_head_loss(
         raise ValueError("no tokens: the loss of an empty batch has no meaning")
     with torch.autocast(device_type, enabled=False):
         hidden_ND = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-        loss = FusedHeadLoss.apply(hidden_ND, weight_VD, labels.reshape(-1), handle, keep_logits)
+        loss = FusedHeadLoss.apply(hidden_ND, weight_VD, labels.reshape(-1), handle, keep_logits, tied)
     assert isinstance(loss, Tensor)
     return loss

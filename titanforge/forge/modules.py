@@ -34,7 +34,7 @@ def fuse_module(
         setattr(module, f"_forge_{attribute}_dtype", read.dtype)
     vectors = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "vector"))
     experts = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "experts"))
-    if kinds.get("weight") == "head":
+    if kinds.get("weight") in ("head", "tied"):
         module._forge_keep_logits = keep_logits  # pyright: ignore[reportArgumentType]
     module.__class__ = _fused_class(type(module), kinds.get("weight"), vectors, experts)
 
@@ -56,8 +56,8 @@ def _fused_class(
         members["forward"] = _linear_forward(base)
     elif kind == "embedding":
         members["forward"] = _embedding_forward(base)
-    elif kind == "head":
-        members["forward"] = _head_forward(base)
+    elif kind in ("head", "tied"):
+        members["forward"] = _head_forward(base, tied=kind == "tied")
     if experts:
         members["product"] = _grouped_product(base, experts)
     return type(base.__name__, (base,), members)
@@ -106,13 +106,14 @@ def _grouped_product(base: Any, fused: tuple[str, ...]):
     return product
 
 
-def _head_forward(base: type[nn.Module]):
+def _head_forward(base: type[nn.Module], tied: bool):
     def forward(self: Any, input: Tensor, labels: Tensor | None = None) -> Tensor:
         if not torch.is_grad_enabled():
             return base.forward(self, input, labels)
         weight, dtype = self._forge_weight_data, self._forge_weight_dtype
         if labels is None:
             return fused_linear(input, weight, None, self._forge_weight, dtype)
-        return fused_head_loss(input, weight, labels, self._forge_weight, dtype, self._forge_keep_logits)
+        keep_logits = self._forge_keep_logits
+        return fused_head_loss(input, weight, labels, self._forge_weight, dtype, keep_logits, tied)
 
     return forward

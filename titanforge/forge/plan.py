@@ -33,8 +33,9 @@ class Granule(enum.Enum):
     """After backward, from `.grad`: the ordinary engine."""
 
 
-Kind = Literal["linear", "embedding", "head", "experts", "vector", "other"]
-"""What reads a weight: `head` is a linear that also owns the loss, `vector` a norm's weight or a bias."""
+Kind = Literal["linear", "embedding", "head", "tied", "experts", "vector", "other"]
+"""What reads a weight: `head` is a linear that also owns the loss, `tied` an embedding and such a head,
+`vector` a norm's weight or a bias."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,8 @@ def _at_once(rule: UpdateRule, placement: Placement) -> ParamPlan:
         return ParamPlan(Granule.TILE, "each row is summed over its tokens in registers")
     if placement.kind == "head":
         return ParamPlan(Granule.TILE, "a chunk of vocabulary rows sees all tokens")
+    if placement.kind == "tied":
+        return ParamPlan(Granule.TILE, "a tied head's rows are formed again in the embedding's backward")
     return ParamPlan(Granule.TILE, "A and U read one coordinate")
 
 
@@ -221,7 +224,7 @@ def _joined(rule: UpdateRule, placement: Placement, schedule: Schedule, folds: b
 def _cheaper(placement: Placement, schedule: Schedule) -> Join:
     if placement.kind == "experts":
         return "buffer"  # tokens move between experts from one micro-batch to the next
-    if placement.kind in ("head", "embedding"):
+    if placement.kind in ("head", "embedding", "tied"):
         return "stash"  # hidden states or token ids: always far less than the weight
     if schedule.accumulation == "stash":
         return "stash"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from titanforge.forge.coverage import frozen_parameters
-from titanforge.forge.plan import ParamPlan
+from titanforge.forge.plan import Kind, ParamPlan
 
 GIB = 1024**3
 
@@ -23,6 +23,7 @@ class PlanLine:
     shape: tuple[int, ...]
     dtype: torch.dtype
     plan: ParamPlan
+    kind: Kind
 
     @property
     def numel(self) -> int:

@@ -119,10 +119,14 @@ class Sink:
     def rows(self, dy: Tensor, ids: Tensor) -> None:
         """An embedding's, dy [T, D] and ids [T]."""
         self.begin()
+        self._take(self.own_rows(dy, ids))
+        self._tell()
+
+    def own_rows(self, dy: Tensor, ids: Tensor) -> Rows:
+        """Without those of the padding."""
         if self.padding_idx is not None:
             ids = ids.masked_fill(ids == self.padding_idx, -1)
-        self._take(Rows(dy, ids))
-        self._tell()
+        return Rows(dy, ids)
 
     def whole(self, gradient: Tensor) -> None:
         """A complete gradient that lies in memory."""
@@ -151,17 +155,21 @@ class Sink:
 
     def begin(self) -> None:
         """Note that a micro-batch is here. Raises RuntimeError where it must not be."""
-        if not self.clock.running:
-            raise RuntimeError(
-                f"backward reached the fused weight {self.name!r} outside of a step: call begin_step and "
-                "before_backward of its optimizer first, or run under torch.no_grad()"
-            )
+        self.check_running()
         self.touched += 1
         if self.touched > self.clock.index + 1:
             raise RuntimeError(
                 f"the fused weight {self.name!r} was used twice in one forward, but once in the probe: its "
                 "first update came before its last use. Probe with what training runs, or set forge.enable = "
                 "false"
+            )
+
+    def check_running(self) -> None:
+        """Raises RuntimeError outside of a step."""
+        if not self.clock.running:
+            raise RuntimeError(
+                f"backward reached the fused weight {self.name!r} outside of a step: call begin_step and "
+                "before_backward of its optimizer first, or run under torch.no_grad()"
             )
 
     def consume(self, source: Source, first_row: int | None = None, rows: int | None = None) -> None:

@@ -8,10 +8,13 @@ import pytest
 from titanforge.checkpoint import manager
 from titanforge.config import ConfigError, load_config, schema, validate_config
 from titanforge.config.bounds import BOUNDS
+from titanforge.config.checkpoints import CHECKPOINT_PARTS
+from titanforge.config.datasets import DATASETS
 from titanforge.config.effectless import DEPENDENCES
 from titanforge.config.ranks import COORDINATE_RULES
 from titanforge.config.rules import MATRIX_RULES, RULE_KEYS
-from titanforge.config.validation import CHECKPOINT_PARTS, DATASETS, FORGE_KERNELS, TORCH_OPTIM_RULES
+from titanforge.config.updates import TORCH_OPTIM_RULES
+from titanforge.config.validation import FORGE_KERNELS
 from titanforge.data import sources
 from titanforge.kernels.forms import AUTO, FORMS
 from titanforge.layout import build_dims, check_model

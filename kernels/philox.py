@@ -85,12 +85,14 @@ def random_words(rng_ptr, tensor_id, row, call):
 
 
 @jit
-def _window(word, ASSEMBLY: tl.constexpr, SHIFT: tl.constexpr):
-    """16 bits of a word turned to the right by SHIFT, under the upper half of LANE_EXPONENT."""
+def _window(word, above, ASSEMBLY: tl.constexpr, SHIFT: tl.constexpr):
+    """16 bits of a word turned to the right by SHIFT, under the upper half of `above`."""
     if INTERPRETED:
-        return (((word >> SHIFT) | (word << (32 - SHIFT))) & 0xFFFF) | LANE_EXPONENT
+        return (((word >> SHIFT) | (word << (32 - SHIFT))) & 0xFFFF) | above
     else:
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,r,r", [word, above], dtype=tl.uint32, is_pure=True, pack=1
+        )
 
 
 @jit
@@ -101,14 +103,16 @@ def _by_column(even, odd):
 
 
 @jit
-def lanes(words):
+def lanes(words, unknown_zero):
     """The uint32 lanes [R, C] of weight, first and second state, for the words of pairs [R, C // 2].
 
     The weight's are 16 bits. The states' have 0x4300 above their 16 bits, so that they are at the same time
-    the fp32 numbers 128 + bits / 65536.
+    the fp32 numbers 128 + bits / 65536. unknown_zero: 0, or a uint32 scalar that is 0 where the compiler
+    cannot know: with two constants it spends a move on each of these permutations.
     """
-    first = _window(words, "prmt.b32 $0, $1, 0x43000000, 0x7603;", 24)
-    second = _window(words, "prmt.b32 $0, $1, 0x43000000, 0x7621;", 8)
+    above = tl.cast(unknown_zero, tl.uint32) + LANE_EXPONENT
+    first = _window(words, above, "prmt.b32 $0, $1, $2, 0x7603;", 24)
+    second = _window(words, above, "prmt.b32 $0, $1, $2, 0x7621;", 8)
     return _by_column(words & 0xFFFF, words >> 16), _by_column(first, second), _by_column(second, first)
 
 

@@ -426,7 +426,7 @@ def update_tile(
     w_new, s0_new, s1_new = EPILOGUE(g, w, s0, s1, h_ptr)
 
     if STOCHASTIC:
-        w_lane, s0_lane, s1_lane = lanes(random_words(rng_ptr, tensor_id, row, call))
+        w_lane, s0_lane, s1_lane = lanes(random_words(rng_ptr, tensor_id, row, call), 0)
     else:
         w_lane = 0
         s0_lane = 0

@@ -165,8 +165,8 @@ def pick(piece, x00, x01, x10, x11):
 @jit
 def update_slice(
     g, number, write, rescale, s0_scale, s1_scale, s0_largest, s1_largest, s0_offsets, s1_offsets,
-    ring, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id, first_row, first_column, turns, op, piece,
-    WID: gl.constexpr, EPILOGUE: gl.constexpr,
+    ring, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id, first_row, first_column, unknown_zero,
+    turns, op, piece,    WID: gl.constexpr, EPILOGUE: gl.constexpr,
     SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
     RING: gl.constexpr, BY_SLICE: gl.constexpr,
@@ -174,7 +174,8 @@ def update_slice(
     """Epilogue of one slice, on what the ring holds of it. Returns the magnitudes met (fp8).
 
     write: the slice is applied. rescale: it is not, but the scale of whole-tensor codecs moves on.
-    first_row, first_column: of the slice in the whole weight, for random bits.
+    first_row, first_column: of the slice in the whole weight, for random bits; unknown_zero: as
+    `philox.lanes`.
     """
     w_buf, master_buf, s0_buf, s1_buf, filled, updated, _free = ring
     layout: gl.constexpr = g.type.layout
@@ -206,7 +207,7 @@ def update_slice(
         s0_lane = 0
         s1_lane = 0
         if (W_CODEC | S0_CODEC | S1_CODEC) & RANDOM:
-            w_lane, s0_lane, s1_lane = accumulator_lanes(words, layout)
+            w_lane, s0_lane, s1_lane = accumulator_lanes(words, unknown_zero, layout)
         if MASTER:
             master_buf.index(slot).store(w)
         if WEIGHT:
@@ -254,6 +255,7 @@ def consume(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
     )
     ROWS: gl.constexpr = gl.SliceLayout(1, SLICE)
+    MOVE_UP: gl.constexpr = ((W_CODEC | S0_CODEC | S1_CODEC) & (KIND | RANDOM)) != 0
     dy_buf, x_buf, filled, free = operands
     first = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -299,20 +301,30 @@ def consume(
         if not BY_SLICE:
             mbarrier.wait(update_turns.index(1 - WID), op)
         # A loop that selects its slice, not four copies of the update: code of both consumers that outgrows
-        # the instruction cache (some 128 KB) is fetched anew for every tile.
+        # the instruction cache (some 128 KB) is fetched anew for every tile. Where an update needs the
+        # registers, a slice's own are given up to it and the other slices move up: fewer instructions than
+        # spilling.
         for piece in range(4):
             after = offsets + gl.where(piece % 2 == 0, 1, gl.where(piece == 1, 64 * scale_stride - 1, 0))
             next_s0_scale = scale_at(s0_meta_ptr, after, S0_CODEC)
             next_s1_scale = scale_at(s1_meta_ptr, after, S1_CODEC)
             s0_largest, s1_largest = update_slice(
-                pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale, s0_scale, s1_scale,
+                g00 if MOVE_UP else pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale, s0_scale,
+                s1_scale,
                 s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
-                tensor_id, i * BLOCK_N + piece // 2 * 64, j * BLOCK_K + piece % 2 * 64, update_turns, op,
-                piece, WID, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
+                tensor_id, i * BLOCK_N + piece // 2 * 64, j * BLOCK_K + piece % 2 * 64, group >> 24,
+                update_turns, op, piece, WID, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC,
+                RING, BY_SLICE,
             )  # fmt: skip
             offsets = after
             s0_scale = next_s0_scale
             s1_scale = next_s1_scale
+            if MOVE_UP:
+                if piece % 2 == 0:
+                    g00 = moved(g01, "mov.b32 $0, $1; // 0")
+                else:
+                    g00 = moved(g10, "mov.b32 $0, $1; // 1")
+                    g01 = moved(g11, "mov.b32 $0, $1; // 1")
         if not BY_SLICE:
             mbarrier.arrive(update_turns.index(WID), count=1)
         op ^= 1

@@ -58,9 +58,9 @@ def accumulator_words(rng_ptr, tensor_id, first_row, first_column, LAYOUT: gl.co
 
 
 @jit
-def accumulator_lanes(words, LAYOUT: gl.constexpr):
+def accumulator_lanes(words, unknown_zero, LAYOUT: gl.constexpr):
     """`philox.lanes` of those words, in the layout of the slice."""
-    weight, first, second = lanes(words)
+    weight, first, second = lanes(words, unknown_zero)
     return (
         gl.convert_layout(weight, LAYOUT, assert_trivial=True),
         gl.convert_layout(first, LAYOUT, assert_trivial=True),
@@ -78,7 +78,7 @@ def row_lanes(rng_ptr, tensor_id, first_row, first_column, ROWS: gl.constexpr, L
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, CALLS))[:, None] + first_row
     calls = gl.arange(0, 8, gl.SliceLayout(0, CALLS))[None, :] + first_column // 8
     words = random_words(rng_ptr, tensor_id, rows + calls * 0, calls + rows * 0)
-    weight, first, second = lanes(gl.convert_layout(words, PAIRS))
+    weight, first, second = lanes(gl.convert_layout(words, PAIRS), 0)
     return (
         gl.convert_layout(weight, LAYOUT, assert_trivial=True),
         gl.convert_layout(first, LAYOUT, assert_trivial=True),

@@ -25,6 +25,11 @@ PRECISION = "ieee" if INTERPRET else "tf32x3"
 class CholeskyConfig:
     """tile: edge of the tiles. block_k: columns summed at a step. rows: of a solve's program. The rest: warps
     of each kernel, and stages of all.
+
+    lean: for bf16 bases, two thirds of the products. Whatever triangle the first pass divides by, the second
+    one makes up for, so its solve takes the triangle's high plane. What it leaves is near orthonormal: the
+    high plane of that is what the second pass orthonormalises, by a triangle near the identity. A basis is
+    then off by the rounding to bf16 twice; it is as orthonormal as before.
     """
 
     tile: int = 128
@@ -35,6 +40,7 @@ class CholeskyConfig:
     factor_warps: int = 8
     solve_warps: int = 8
     stages: int = 3
+    lean: bool = False
 
 
 def config_for(width: int) -> CholeskyConfig:
@@ -110,14 +116,18 @@ def _triton_refresh(c: Tensor, u: Tensor, omega: float, failed: Tensor, config: 
         MASKED=width != padded, U_SPLIT=u.dtype == torch.float32,
         num_warps=config.product_warps, **options,
     )  # fmt: skip
+    lean = config.lean and u.dtype == torch.bfloat16
     for last in (False, True):
-        gram_kernel[(count, panels, panels)](q, gram, plane, padded, num_warps=config.gram_warps, **options)
+        both = not (lean and last)  # planes of what this pass begins with
+        gram_kernel[(count, panels, panels)](
+            q, gram, plane, padded, SPLIT=both, num_warps=config.gram_warps, **options
+        )
         for panel in range(panels):
             below = panels - panel - 1
             tasks = 1 if panel == 0 or not below else below + 2
             advance_kernel[(count, tasks)](
                 gram, factor, inverse, failed, d_low, padded, panel, panels,
-                PRECISION=PRECISION, **factor_options,
+                SPLIT=both, PRECISION=PRECISION, **factor_options,
             )  # fmt: skip
             if below:
                 scale_kernel[(count, below)](
@@ -125,6 +135,7 @@ def _triton_refresh(c: Tensor, u: Tensor, omega: float, failed: Tensor, config: 
                 )
         solve_kernel[(count, padded // config.rows)](
             q, factor, inverse, fresh, plane, d_low, width, padded, panels,
-            LAST=last, ROWS=config.rows, num_warps=config.solve_warps, **options,
+            LAST=last, Q_SPLIT=both, L_SPLIT=not lean, ROWS=config.rows,
+            num_warps=config.solve_warps, **options,
         )  # fmt: skip
     return fresh

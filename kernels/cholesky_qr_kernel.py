@@ -82,9 +82,12 @@ def product_kernel(
 
 @jit
 def gram_kernel(
-    q_ptr, gram_ptr, plane, P, TILE: tl.constexpr, BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr
+    q_ptr, gram_ptr, plane, P,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
-    """gram = Q^T Q, tiles on and below the diagonal. Grid: N, panels, panels."""
+    """gram = Q^T Q (without SPLIT of Q's high plane), tiles on and below the diagonal. Grid: N, panels,
+    panels.
+    """
     batch, row, column = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if column <= row:
         index = tl.arange(0, TILE)
@@ -93,9 +96,12 @@ def gram_kernel(
         right = q_ptr + batch * P * P + steps[:, None] * P + (column * TILE + index)[None, :]
         total = tl.zeros((TILE, TILE), dtype=tl.float32)
         for _ in range(0, P, BLOCK_K):
-            a, a_low = tl.load(left), tl.load(left + plane)
-            b, b_low = tl.load(right), tl.load(right + plane)
-            total = _dot3(tl.trans(a), tl.trans(a_low), b, b_low, total, TO_FP32)
+            a, b = tl.load(left), tl.load(right)
+            if SPLIT:
+                a_low, b_low = tl.load(left + plane), tl.load(right + plane)
+                total = _dot3(tl.trans(a), tl.trans(a_low), b, b_low, total, TO_FP32)
+            else:
+                total = _dot(tl.trans(a), b, total, TO_FP32)
             left += BLOCK_K * P
             right += BLOCK_K * P
         out = gram_ptr + batch * P * P + (row * TILE + index)[:, None] * P + (column * TILE + index)[None, :]
@@ -105,11 +111,12 @@ def gram_kernel(
 @jit
 def _times_factor(
     a_ptr, a_low, l_ptr, P, first, last, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
-    A_IS_L: tl.constexpr, TO_FP32: tl.constexpr,
+    A_IS_L: tl.constexpr, A_SPLIT: tl.constexpr, L_SPLIT: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
     """sum over the columns first .. last of A[:, k] L[:, k]^T, fp32 [ROWS, TILE].
 
     a_ptr: A's first row, of Q (its low plane `a_low` elements on) or, A_IS_L, of L. l_ptr: L's first row.
+    A_SPLIT, L_SPLIT: whether the low planes count; L's only where A's do.
     """
     steps = tl.arange(0, BLOCK_K)
     total = tl.zeros((ROWS, TILE), dtype=tl.float32)
@@ -118,9 +125,12 @@ def _times_factor(
     for start in range(first, last, BLOCK_K):
         place = 2 * start + steps[None, :]  # of L: BLOCK_K columns of the high plane before those of the low
         a_place = a_rows + (place if A_IS_L else start + steps[None, :])
-        a, a2 = tl.load(a_place), tl.load(a_place + a_low)
-        b, b2 = tl.load(l_rows + place), tl.load(l_rows + place + BLOCK_K)
-        total = _dot3(a, a2, tl.trans(b), tl.trans(b2), total, TO_FP32)
+        a, b = tl.load(a_place), tl.load(l_rows + place)
+        if A_SPLIT:
+            total = _dot(tl.load(a_place + a_low), tl.trans(b), total, TO_FP32)
+            if L_SPLIT:
+                total = _dot(a, tl.trans(tl.load(l_rows + place + BLOCK_K)), total, TO_FP32)
+        total = _dot(a, tl.trans(b), total, TO_FP32)
     return total
 
 
@@ -213,7 +223,8 @@ def _invert_tile(tile_ptr, P, d_ptr, d_low, TILE: tl.constexpr, PRECISION: tl.co
 @jit(unspecialized=("panel",))
 def advance_kernel(
     gram_ptr, l_ptr, d_ptr, failed_ptr, d_low, P, panel, panels,
-    TILE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, TO_FP32: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    TO_FP32: tl.constexpr,
 ):  # fmt: skip
     """Program 0 of a matrix: the inverse factor of the diagonal tile, which lacks the last panel's part
     alone. The next ones: A[i, panel] -= sum over p < panel of L[i, p] L[panel, p]^T, i > panel. The last one:
@@ -231,7 +242,7 @@ def advance_kernel(
     l_rows = l_base + row * TILE * 2 * P
     l_columns = l_base + column * TILE * 2 * P
     total = _times_factor(
-        l_rows, BLOCK_K, l_columns, P, first, panel * TILE, TILE, TILE, BLOCK_K, True, TO_FP32
+        l_rows, BLOCK_K, l_columns, P, first, panel * TILE, TILE, TILE, BLOCK_K, True, SPLIT, SPLIT, TO_FP32
     )
     tl.store(out, tl.load(out) - total)
     if task == 0:
@@ -266,9 +277,13 @@ def scale_kernel(
 @jit
 def solve_kernel(
     q_ptr, l_ptr, d_ptr, out_ptr, plane, d_low, w, P, panels,
-    LAST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
+    LAST: tl.constexpr, Q_SPLIT: tl.constexpr, L_SPLIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Q <- Q R^-1 in place, R = L^T, for ROWS rows; LAST: into `out` [N, w, w] too. Grid: N, P / ROWS."""
+    """Q <- Q R^-1 in place, R = L^T, for ROWS rows; LAST: into `out` [N, w, w] too. Grid: N, P / ROWS.
+
+    Q_SPLIT: whether Q is both of its planes, else the high one. L_SPLIT: whether L is, off its diagonal.
+    """
     batch = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     q_first = q_ptr + batch * P * P + tl.program_id(1) * ROWS * P
@@ -278,10 +293,13 @@ def solve_kernel(
     for column in range(panels):
         l_rows = l_base + column * TILE * 2 * P
         known = _times_factor(
-            q_first, plane, l_rows, P, 0, column * TILE, ROWS, TILE, BLOCK_K, False, TO_FP32
+            q_first, plane, l_rows, P, 0, column * TILE, ROWS, TILE, BLOCK_K, False, Q_SPLIT, L_SPLIT, TO_FP32
         )
         place = q_first + own + (column * TILE + index)[None, :]
-        rest = tl.load(place).to(tl.float32) + tl.load(place + plane).to(tl.float32) - known
+        rest = tl.load(place).to(tl.float32)
+        if Q_SPLIT:
+            rest += tl.load(place + plane).to(tl.float32)
+        rest -= known
         _store_split(place, plane, rest)
         tl.debug_barrier()  # read again below in other pieces
         d = d_ptr + (batch * panels + column) * TILE * TILE + index[:, None] * TILE + steps[None, :]

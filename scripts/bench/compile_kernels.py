@@ -186,15 +186,23 @@ def matrix_jobs() -> list[tuple[str, Any, Specialisation]]:
         "TILE": tiles.tile, "BLOCK_K": tiles.block_k, "ROWS": tiles.rows, "TO_FP32": False, "MASKED": False,
         "U_SPLIT": False, "PRECISION": PRECISION, "LAST": True,
     }  # fmt: skip
+    # Both planes of everything; then those of a second lean pass, and of the first one's solve.
+    planes = {
+        "": {"SPLIT": True, "Q_SPLIT": True, "L_SPLIT": True},
+        "/lean": {"SPLIT": False, "Q_SPLIT": False, "L_SPLIT": False},
+        "/first": {"SPLIT": True, "Q_SPLIT": True, "L_SPLIT": False},
+    }
     warps = (
         (product_kernel, tiles.product_warps), (gram_kernel, tiles.gram_warps),
         (advance_kernel, tiles.factor_warps), (scale_kernel, tiles.factor_warps),
         (solve_kernel, tiles.solve_warps),
     )  # fmt: skip
     listed: list[tuple[str, Any, Specialisation]] = [
-        (f"cholesky_qr/{kernel.fn.__name__}", kernel, ({**pointers, **numbers, "omega": "fp32"}, constants,
-        {"num_warps": count, "num_stages": tiles.stages}))
+        (f"cholesky_qr/{kernel.fn.__name__}{form}", kernel, ({**pointers, **numbers, "omega": "fp32"},
+        {**constants, **chosen}, {"num_warps": count, "num_stages": tiles.stages}))
         for kernel, count in warps
+        for form, chosen in planes.items()
+        if not form or kernel is solve_kernel or (form == "/lean" and kernel in (gram_kernel, advance_kernel))
     ]  # fmt: skip
     for config in candidates():
         types = {

@@ -59,6 +59,9 @@ def main() -> int:
     parser.add_argument(
         "--fused-rules", nargs="+", default=["Muon"], help="of the part `fused`; Muon, Dion, RMNP, Dobb"
     )
+    parser.add_argument(
+        "--refresh-variants", action="store_true", help="more tiles and forms, and the time of each kernel"
+    )
     parser.add_argument("--tokens", type=int, default=8192, help="of a step where a model runs")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, to prove the script anywhere")
     args = parser.parse_args()

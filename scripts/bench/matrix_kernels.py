@@ -74,6 +74,7 @@ def correctness(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
         c, u = blocks(count, width, device)
         c[0, 0, 0] = torch.nan if count > 1 else c[0, 0, 0]
         fresh, failed = cholesky_qr_refresh(c, u, OMEGA)
+        lean, _ = cholesky_qr_refresh(c, u, OMEGA, replace(config_for(width), lean=True))
         plain, _ = reference_refresh(c, u, OMEGA)
         good = [index for index in range(count) if count == 1 or index]
         d = c[good].double()
@@ -81,15 +82,17 @@ def correctness(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
         exact, r = torch.linalg.qr((d / largest) @ u[good].double() + OMEGA * u[good].double())
         exact = exact * torch.sign(r.diagonal(dim1=-2, dim2=-1))[:, None]
         eye = torch.eye(width, device=device, dtype=torch.float64)
-        mine, theirs = fresh[good].double(), plain[good].double()
+        mine, theirs, less = (one[good].double() for one in (fresh, plain, lean))
         rounded = exact.to(torch.bfloat16).double()
         rows.append(
             {
                 "what": f"refresh {count} x {width}",
                 "error": float((mine - exact).abs().max()),
+                "lean": float((less - exact).abs().max()),
                 "torch cholesky": float((theirs - exact).abs().max()),
                 "exact, rounded": float((rounded - exact).abs().max()),
                 "|QtQ - I|": float((mine.mT @ mine - eye).abs().max()),
+                "lean |QtQ - I|": float((less.mT @ less - eye).abs().max()),
                 "exact, rounded |QtQ - I|": float((rounded.mT @ rounded - eye).abs().max()),
                 "as it should": bool(
                     failed.tolist() == [count > 1 and index == 0 for index in range(count)]
@@ -190,6 +193,24 @@ def _dion(shape: tuple[int, int], dtype: torch.dtype, device: str) -> dict[str, 
     }
 
 
+def split_of_kernels(function: Callable[[], object], name: str) -> None:
+    """Print the device time of each kernel of one call."""
+    if not torch.cuda.is_available():
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    function()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        function()
+        torch.cuda.synchronize()
+    print(f"kernels of {name}", flush=True)
+    for event in sorted(profiled.key_averages(), key=lambda one: -one.self_device_time_total)[:8]:
+        print(
+            f"  {event.self_device_time_total / 1e3:8.3f} ms {event.count:5d} x {event.key[:60]}", flush=True
+        )
+
+
 def config_of_test(args: argparse.Namespace) -> Any:
     from titanforge.kernels._triton import INTERPRET
     from titanforge.kernels.symmetric_config import candidates
@@ -216,11 +237,24 @@ def refresh(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
             totals["triton eager ms"] += events(lambda c=c, u=u: cholesky_qr_refresh(c, u, OMEGA), 5, on_gpu)
             best = one
             base = config_for(width)
-            others = [
-                replace(base, rows=64, solve_warps=4),
-                replace(base, gram_warps=8),
-            ]
-            for other in others if on_gpu and left() > 110 else []:
+            narrow = replace(base, rows=64, solve_warps=4)
+            others = [narrow, replace(base, lean=True), replace(narrow, lean=True)]
+            if args.refresh_variants:
+                others += [
+                    replace(base, gram_warps=8),
+                    replace(base, factor_warps=4),
+                    replace(narrow, lean=True, factor_warps=4),
+                    replace(narrow, lean=True, block_k=64),
+                    replace(narrow, lean=True, block_k=64, gram_warps=8),
+                    replace(narrow, lean=True, solve_warps=8),
+                    replace(base, lean=True, block_k=64, stages=4),
+                ]
+                split_of_kernels(lambda c=c, u=u: cholesky_qr_refresh(c, u, OMEGA), f"{count} x {width}")
+                split_of_kernels(
+                    lambda c=c, u=u, o=others[2]: cholesky_qr_refresh(c, u, OMEGA, o),
+                    f"{count} x {width}, {others[2]}",
+                )
+            for other in others if on_gpu and left() > (15 if args.refresh_variants else 110) else []:
                 try:
                     took = measured([lambda c=c, u=u, o=other: cholesky_qr_refresh(c, u, OMEGA, o)], True)
                 except Exception as error:  # does not fit this card

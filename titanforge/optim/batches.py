@@ -37,14 +37,15 @@ class BatchList:
         self._items: list[LocalWeight] = []
         self._batches: list[Batch] = []
 
-    def of(self, items: Sequence[LocalWeight]) -> list[Batch]:
+    def of(self, items: Sequence[LocalWeight], most: int = BATCH_BYTES) -> list[Batch]:
+        """most: as of `batches`, always the same."""
         if len(items) != len(self._items) or not all(map(operator.is_, items, self._items)):
-            self._items, self._batches = list(items), list(batches(items))
+            self._items, self._batches = list(items), list(batches(items, most))
         return self._batches
 
 
-def batches(items: Sequence[LocalWeight]) -> Iterator[Batch]:
-    """Items to update together: matrices of one shape, up to a size; anything else alone."""
+def batches(items: Sequence[LocalWeight], most: int = BATCH_BYTES) -> Iterator[Batch]:
+    """Items to update together: matrices of one shape, of `most` bytes as fp32; anything else alone."""
     by_shape: dict[tuple, list[LocalWeight]] = defaultdict(list)
     for item in items:
         if item.weight.numel() == 0:
@@ -55,6 +56,6 @@ def batches(items: Sequence[LocalWeight]) -> Iterator[Batch]:
             # A stack of vectors would read as a matrix, and experts are a batch already.
             yield Batch([item])
     for group in by_shape.values():
-        size = max(1, BATCH_BYTES // (4 * group[0].weight.numel()))
+        size = max(1, most // (4 * group[0].weight.numel()))
         for start in range(0, len(group), size):
             yield Batch(group[start : start + size])

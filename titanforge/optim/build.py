@@ -9,6 +9,7 @@ from torch import nn
 
 from titanforge.optim.baseline import TorchOptimizer
 from titanforge.optim.batches import BATCH_BYTES
+from titanforge.optim.dion import Dion
 from titanforge.optim.dobb.hooks import install_hooks
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.matrix_options import DionOptions, DobbOptions, MatrixOptions, MuonOptions
@@ -243,7 +244,8 @@ def update_bytes(groups: Sequence[ParamGroupSpec]) -> int:
     others.
 
     Muon, Scion: two bfloat16 copies of the largest stack that goes together, and two of its Gram matrices.
-    Others: about eight fp32 copies of the largest weight.
+    Dion: bf16 planes and an fp32 product of such a stack, and five float64 copies of its factor. Others:
+    about eight fp32 copies of the largest weight.
     """
     peak = 0
     for group in groups:
@@ -252,8 +254,12 @@ def update_bytes(groups: Sequence[ParamGroupSpec]) -> int:
         for name, param in zip(group.names, group.params):
             rows, columns = param.shape[-2] // group.parts.get(name, 1), param.shape[-1]
             alike = sum(other.shape == param.shape for other in group.params) if param.dim() == 2 else 1
-            together = param.numel() * max(1, min(alike, BATCH_BYTES // (4 * param.numel())))
+            most = getattr(group.rule, "batch_bytes", BATCH_BYTES)
+            together = param.numel() * max(1, min(alike, most // (4 * param.numel())))
             gram = together // max(rows, columns) * min(rows, columns)
             own = 4 * (together + gram) if group.rule.name in ("muon", "scion") else 8 * 4 * param.numel()
+            if isinstance(group.rule, Dion):
+                thin = together // min(rows, columns) * group.rule.rank(rows, columns)
+                own = 8 * together + 5 * 8 * thin
             peak = max(peak, own)
     return peak

@@ -188,7 +188,7 @@ def update_state_global(
     rng, nonfinite: as for `update_elementwise`; for weights that are rounded at random. batch_list: of these
     items, where they stay the same from step to step.
     """
-    for batch in (batch_list or BatchList()).of(items):
+    for batch in (batch_list or BatchList()).of(items, rule.batch_bytes):
         if batch[0].codec is not None:
             move_at_random(batch, *rule.step_to_round(batch), h, rng, nonfinite)
             continue

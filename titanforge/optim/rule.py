@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from titanforge.kernels.references import COMMON_HYPER_NAMES, HYPER_NAMES, REFERENCES
+from titanforge.optim.batches import BATCH_BYTES
 
 if TYPE_CHECKING:
     from titanforge.kernels.epilogues import Epilogue
@@ -210,9 +211,13 @@ class ElementwiseRule(LocalStateRule):
 
 
 class StateGlobalRule(LocalStateRule):
-    """Regime 2: A reads one coordinate, U a whole matrix of the state A has left."""
+    """Regime 2: A reads one coordinate, U a whole matrix of the state A has left.
+
+    batch_bytes: of same-shape matrices, as fp32, that U takes together.
+    """
 
     u_reads = Reach.LAYER
+    batch_bytes: ClassVar[int] = BATCH_BYTES
 
     def state_update(self, g: Tensor, w: Tensor, state: State, h: Tensor) -> State:
         """A, out of place; keeps the old state where h[0] is 0."""

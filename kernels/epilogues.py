@@ -32,6 +32,15 @@ INTERPRETED = constant(INTERPRET)
 
 
 @jit
+def hyper(h, INDEX: tl.constexpr):
+    """A hyperparameter, of the vector's address or of a tuple of what was loaded from it."""
+    if isinstance(h, tl.tensor):
+        return tl.load(h + INDEX)
+    else:
+        return h[INDEX]
+
+
+@jit
 def divide(a, b):
     """a / b for b that is positive and normal. `/` spends ten instructions on ranges that no b here has."""
     if INTERPRETED:
@@ -73,23 +82,23 @@ def _decayed(w, lr, weight_decay):
 
 @jit
 def sgd(g, w, s0, s1, h_ptr):
-    lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
+    lr, weight_decay, scale = hyper(h_ptr, 1), hyper(h_ptr, 2), hyper(h_ptr, 3)
     d = g * scale + weight_decay * w
     return minus_product(w, lr, d), s0, s1
 
 
 @jit
 def sgd_momentum(g, w, s0, s1, h_ptr):
-    lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
+    lr, weight_decay, scale = hyper(h_ptr, 1), hyper(h_ptr, 2), hyper(h_ptr, 3)
     d = g * scale + weight_decay * w
-    m = tl.load(h_ptr + 4) * s0 + d
+    m = hyper(h_ptr, 4) * s0 + d
     return minus_product(w, lr, m), m, s1
 
 
 @jit
 def sgd_nesterov(g, w, s0, s1, h_ptr):
-    lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
-    momentum = tl.load(h_ptr + 4)
+    lr, weight_decay, scale = hyper(h_ptr, 1), hyper(h_ptr, 2), hyper(h_ptr, 3)
+    momentum = hyper(h_ptr, 4)
     d = g * scale + weight_decay * w
     m = momentum * s0 + d
     return minus_product(w, lr, plus_product(d, momentum, m)), m, s1
@@ -97,92 +106,92 @@ def sgd_nesterov(g, w, s0, s1, h_ptr):
 
 @jit
 def adagrad(g, w, s0, s1, h_ptr):
-    lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
+    lr, weight_decay, scale = hyper(h_ptr, 1), hyper(h_ptr, 2), hyper(h_ptr, 3)
     d = g * scale + weight_decay * w
     v = s0 + d * d
-    return minus_product(w, lr, divide(d, tl.sqrt(v) + tl.load(h_ptr + 4))), v, s1
+    return minus_product(w, lr, divide(d, tl.sqrt(v) + hyper(h_ptr, 4))), v, s1
 
 
 @jit
 def rmsprop(g, w, s0, s1, h_ptr):
-    lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
+    lr, weight_decay, scale = hyper(h_ptr, 1), hyper(h_ptr, 2), hyper(h_ptr, 3)
     d = g * scale + weight_decay * w
-    v = tl.load(h_ptr + 4) * s0 + tl.load(h_ptr + 5) * (d * d)
-    return minus_product(w, lr, divide(d, tl.sqrt(v) + tl.load(h_ptr + 6))), v, s1
+    v = hyper(h_ptr, 4) * s0 + hyper(h_ptr, 5) * (d * d)
+    return minus_product(w, lr, divide(d, tl.sqrt(v) + hyper(h_ptr, 6))), v, s1
 
 
 @jit
 def _moments(d, m, v, h_ptr):
-    m = tl.load(h_ptr + 4) * m + tl.load(h_ptr + 5) * d
-    v = tl.load(h_ptr + 6) * v + tl.load(h_ptr + 7) * (d * d)
+    m = hyper(h_ptr, 4) * m + hyper(h_ptr, 5) * d
+    v = hyper(h_ptr, 6) * v + hyper(h_ptr, 7) * (d * d)
     return m, v
 
 
 @jit
 def adam(g, w, s0, s1, h_ptr):
-    lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
+    lr, weight_decay, scale = hyper(h_ptr, 1), hyper(h_ptr, 2), hyper(h_ptr, 3)
     d = g * scale + weight_decay * w
     m, v = _moments(d, s0, s1, h_ptr)
-    denominator = plus_product(tl.load(h_ptr + 8), tl.sqrt(v), tl.load(h_ptr + 10))
-    return minus_product(w, lr * tl.load(h_ptr + 9), divide(m, denominator)), m, v
+    denominator = plus_product(hyper(h_ptr, 8), tl.sqrt(v), hyper(h_ptr, 10))
+    return minus_product(w, lr * hyper(h_ptr, 9), divide(m, denominator)), m, v
 
 
 @jit
 def adamw(g, w, s0, s1, h_ptr):
-    lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
+    lr, weight_decay, scale = hyper(h_ptr, 1), hyper(h_ptr, 2), hyper(h_ptr, 3)
     d = g * scale
     m, v = _moments(d, s0, s1, h_ptr)
-    denominator = plus_product(tl.load(h_ptr + 8), tl.sqrt(v), tl.load(h_ptr + 10))
-    w = minus_product(_decayed(w, lr, weight_decay), lr * tl.load(h_ptr + 9), divide(m, denominator))
+    denominator = plus_product(hyper(h_ptr, 8), tl.sqrt(v), hyper(h_ptr, 10))
+    w = minus_product(_decayed(w, lr, weight_decay), lr * hyper(h_ptr, 9), divide(m, denominator))
     return w, m, v
 
 
 @jit
 def adamax(g, w, s0, s1, h_ptr):
-    lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
+    lr, weight_decay, scale = hyper(h_ptr, 1), hyper(h_ptr, 2), hyper(h_ptr, 3)
     d = g * scale + weight_decay * w
-    m = tl.load(h_ptr + 4) * s0 + tl.load(h_ptr + 5) * d
-    u = tl.maximum(tl.load(h_ptr + 6) * s1, tl.abs(d) + tl.load(h_ptr + 7))
-    return minus_product(w, lr * tl.load(h_ptr + 8), divide(m, u)), m, u
+    m = hyper(h_ptr, 4) * s0 + hyper(h_ptr, 5) * d
+    u = tl.maximum(hyper(h_ptr, 6) * s1, tl.abs(d) + hyper(h_ptr, 7))
+    return minus_product(w, lr * hyper(h_ptr, 8), divide(m, u)), m, u
 
 
 @jit
 def nadam(g, w, s0, s1, h_ptr):
-    lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
+    lr, weight_decay, scale = hyper(h_ptr, 1), hyper(h_ptr, 2), hyper(h_ptr, 3)
     d = g * scale
     m, v = _moments(d, s0, s1, h_ptr)
-    denominator = plus_product(tl.load(h_ptr + 8), tl.sqrt(v), tl.load(h_ptr + 9))
-    direction = divide(plus_product(tl.load(h_ptr + 11) * m, tl.load(h_ptr + 10), d), denominator)
+    denominator = plus_product(hyper(h_ptr, 8), tl.sqrt(v), hyper(h_ptr, 9))
+    direction = divide(plus_product(hyper(h_ptr, 11) * m, hyper(h_ptr, 10), d), denominator)
     return minus_product(_decayed(w, lr, weight_decay), lr, direction), m, v
 
 
 @jit
 def radam(g, w, s0, s1, h_ptr):
-    lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
+    lr, weight_decay, scale = hyper(h_ptr, 1), hyper(h_ptr, 2), hyper(h_ptr, 3)
     d = g * scale
     m, v = _moments(d, s0, s1, h_ptr)
-    factor = divide(tl.load(h_ptr + 10), tl.sqrt(v) + tl.load(h_ptr + 8)) + tl.load(h_ptr + 11)
-    return minus_product(_decayed(w, lr, weight_decay), lr * tl.load(h_ptr + 9), m * factor), m, v
+    factor = divide(hyper(h_ptr, 10), tl.sqrt(v) + hyper(h_ptr, 8)) + hyper(h_ptr, 11)
+    return minus_product(_decayed(w, lr, weight_decay), lr * hyper(h_ptr, 9), m * factor), m, v
 
 
 @jit
 def lion(g, w, s0, s1, h_ptr):
-    lr, weight_decay, scale = tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3)
+    lr, weight_decay, scale = hyper(h_ptr, 1), hyper(h_ptr, 2), hyper(h_ptr, 3)
     d = g * scale
-    direction = _sign(tl.load(h_ptr + 4) * s0 + tl.load(h_ptr + 5) * d)
-    m = tl.load(h_ptr + 6) * s0 + tl.load(h_ptr + 7) * d
+    direction = _sign(hyper(h_ptr, 4) * s0 + hyper(h_ptr, 5) * d)
+    m = hyper(h_ptr, 6) * s0 + hyper(h_ptr, 7) * d
     return minus_product(_decayed(w, lr, weight_decay), lr, direction), m, s1
 
 
 @jit
 def lamb_state(g, w, s0, s1, h_ptr):
-    m, v = _moments(g * tl.load(h_ptr + 3), s0, s1, h_ptr)
+    m, v = _moments(g * hyper(h_ptr, 3), s0, s1, h_ptr)
     return w, m, v
 
 
 @jit
 def momentum_state(g, w, s0, s1, h_ptr):
-    m = tl.load(h_ptr + 4) * s0 + tl.load(h_ptr + 5) * (g * tl.load(h_ptr + 3))
+    m = hyper(h_ptr, 4) * s0 + hyper(h_ptr, 5) * (g * hyper(h_ptr, 3))
     return w, m, s1
 
 

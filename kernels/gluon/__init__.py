@@ -4,6 +4,7 @@
     cooperative  eight warps multiply, four others update what they finished before (many tokens)
     slices       decode, epilogue and encode of a slice in registers, with the functions of the portable form
     pairs        the same between shared memory and the registers of an accumulator (ping-pong)
+    words        the same from global memory, for rows (cooperative)
     launch       which launches a form takes, and how it is launched
 
 Both sum G over tokens in the order of the portable form and call the same epilogues and codecs, so that all

@@ -4,7 +4,7 @@ The multiplying warps issue their own TMA loads and never touch weights or state
 tile over in fp32, as four chunks of 64 columns through a ring in shared memory, and go on. The updating warps
 read and write weights and states straight in global memory, two pieces of rows ahead.
 
-A tile that is not finite is handed over as infinity, all of it, so that each thread of the other side knows.
+With each chunk goes a flag: whether its tile is finite. The updating warps pass over one that is not.
 """
 
 # Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
@@ -12,7 +12,6 @@ A tile that is not finite is handed over as infinity, all of it, so that each th
 # pyright: reportArgumentType=false, reportRedeclaration=false, reportIndexIssue=false
 from __future__ import annotations
 
-from titanforge.kernels._triton import constant
 from titanforge.kernels.gluon._gluon import (
     gl,
     jit,
@@ -22,11 +21,10 @@ from titanforge.kernels.gluon._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from titanforge.kernels.gluon.slices import decode, encode, keep_largest, row_lanes
-from titanforge.kernels.tiles import BLOCKWISE, KIND, LARGEST, RANDOM, TENSORWISE, count_nonfinite
+from titanforge.kernels.gluon.slices import encode, keep_largest, largest_of_eight, row_lanes
+from titanforge.kernels.gluon.words import decode_words, load_words
+from titanforge.kernels.tiles import BLOCKWISE, KIND, RANDOM, TENSORWISE, count_nonfinite
 from titanforge.kernels.wgrad_kernel import tile_of
-
-INFINITE = constant(float("inf"))
 
 
 @jit
@@ -40,19 +38,21 @@ def issue(dy_desc, x_desc, dy_buf, x_buf, filled, stage, i, j, step, wanted,
 
 
 @jit
-def hand_over(g, number, chunks, chunk_filled, chunk_free, CHUNKS: gl.constexpr):
-    """Chunk `number` of this program to the updating warps."""
+def hand_over(g, bad, number, chunks, flags, chunk_filled, chunk_free, CHUNKS: gl.constexpr):
+    """Chunk `number` of this program to the updating warps. bad: whether its tile is not finite."""
     slot = number % CHUNKS
     mbarrier.wait(chunk_free.index(slot), ((number // CHUNKS) & 1) ^ 1)
     chunks.index(slot).store(g)
+    flags.index(slot).store(gl.full([1], bad, gl.int32, gl.BlockedLayout([1], [32], [8], [0])))
     mbarrier.arrive(chunk_filled.index(slot), count=1)
 
 
 @jit
 def multiply_tiles(
-    dy_desc, x_desc, dy_buf, x_buf, chunks, filled, chunk_filled, chunk_free, h_ptr, norm_ptr, nonfinite_ptr,
-    tiles, steps, tiles_n, tiles_k, group, NORM: gl.constexpr, COUNT: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr,
+    dy_desc, x_desc, dy_buf, x_buf, chunks, flags, filled, chunk_filled, chunk_free, h_ptr, norm_ptr,
+    nonfinite_ptr, tiles, steps, tiles_n, tiles_k, group, NORM: gl.constexpr, COUNT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+    CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """Eight warps: the mainloop of every tile of this program."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
@@ -109,35 +109,34 @@ def multiply_tiles(
             gl.atomic_add(nonfinite_ptr, bad, mask=(bad > 0) & apply, sem="relaxed")
         if NORM:
             gl.store(norm_ptr + first + t * programs, gl.sum(gl.sum(g * g, axis=1), axis=0))
-        g = gl.where(bad != 0, INFINITE, g)
         # In registers only: [128, 256] to four chunks of [128, 64].
         even, odd = g.reshape((BLOCK_N, 2, 2, BLOCK_K // 4)).permute((0, 3, 1, 2)).split()
         g0, g2 = even.split()
         g1, g3 = odd.split()
-        hand_over(g0, t * 4, chunks, chunk_filled, chunk_free, CHUNKS)
-        hand_over(g1, t * 4 + 1, chunks, chunk_filled, chunk_free, CHUNKS)
-        hand_over(g2, t * 4 + 2, chunks, chunk_filled, chunk_free, CHUNKS)
-        hand_over(g3, t * 4 + 3, chunks, chunk_filled, chunk_free, CHUNKS)
+        hand_over(g0, bad, t * 4, chunks, flags, chunk_filled, chunk_free, CHUNKS)
+        hand_over(g1, bad, t * 4 + 1, chunks, flags, chunk_filled, chunk_free, CHUNKS)
+        hand_over(g2, bad, t * 4 + 2, chunks, flags, chunk_filled, chunk_free, CHUNKS)
+        hand_over(g3, bad, t * 4 + 3, chunks, flags, chunk_filled, chunk_free, CHUNKS)
 
 
 @jit
 def fetch(
-    w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, base, off, rows, scale_offsets,
+    w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, base, K, rows, scale_offsets,
     SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr, S0_CODEC: gl.constexpr,
-    S1_CODEC: gl.constexpr,
+    S1_CODEC: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Stored codes of one piece: master or weight, states, and the states' block scales.
+    """Words of stored codes of one piece: master or weight, states, and the states' block scales.
 
     What there is not is stood for by something that there is.
     """
     if SLOTS >= 1:
-        s0 = gl.load(s0_ptr + base + off, eviction_policy="evict_first")
+        s0 = load_words(s0_ptr, base, K, ROWS)
     if SLOTS >= 2:
-        s1 = gl.load(s1_ptr + base + off, eviction_policy="evict_first")
+        s1 = load_words(s1_ptr, base, K, ROWS)
     if MASTER:
-        w = gl.load(master_ptr + base + off, eviction_policy="evict_first")
+        w = load_words(master_ptr, base, K, ROWS)
     elif WEIGHT:
-        w = gl.load(w_ptr + base + off, eviction_policy="evict_first")
+        w = load_words(w_ptr, base, K, ROWS)
     else:
         w = s0
     if SLOTS < 1:
@@ -154,33 +153,46 @@ def fetch(
 
 
 @jit
-def scale_of(meta_ptr, row_scale, CODEC: gl.constexpr):
-    """What `decode` multiplies by, for a state whose block scales were fetched."""
+def scale_of(row_scale, tensor_scale, CODEC: gl.constexpr):
+    """What decoding multiplies by: the block scales that were fetched, or the tensor's."""
     if (CODEC & KIND) == BLOCKWISE:
         return row_scale[:, None]
-    elif (CODEC & KIND) == TENSORWISE:
+    else:
+        return tensor_scale
+
+
+@jit
+def tensor_scale_of(meta_ptr, CODEC: gl.constexpr):
+    if (CODEC & KIND) == TENSORWISE:
         return gl.load(meta_ptr)
     else:
         return 0.0
 
 
 @jit
-def put(ptr, meta_ptr, new, old, lane, good, apply, largest, off, scale_offsets, CODEC: gl.constexpr):
-    """Encode and store fp32 [R, 64]. good [R]: whether the gradient is finite. Returns the magnitudes met."""
-    write = good & apply
-    if (CODEC & KIND) == TENSORWISE:
-        # The scale of the whole tensor moves, so an unapplied tile is written again under the new one.
-        new = gl.where(good[:, None], new, old)
-        write = (good | (good == 0)) & apply
+def put(ptr, meta_ptr, new, lane, write, largest, off, scale_offsets, CODEC: gl.constexpr):
+    """Encode and store fp32 [R, 64] if `write`. Returns the magnitudes met (fp8)."""
     codes, largest = encode(new, lane, meta_ptr, scale_offsets, write, largest, CODEC)
-    gl.store(ptr + off, codes, mask=write[:, None], cache_modifier=".cs")
+    gl.store(ptr + off, codes, mask=write, cache_modifier=".cs")
+    return largest
+
+
+@jit
+def rescale_chunk(ptr, meta_ptr, scale, largest, base, off, K, CODEC: gl.constexpr, LAYOUT: gl.constexpr,
+                  ROWS: gl.constexpr, PER_CHUNK: gl.constexpr):  # fmt: skip
+    """What an unapplied chunk holds, written again: the scale of the whole tensor moves."""
+    if (CODEC & KIND) == TENSORWISE:
+        for piece in range(PER_CHUNK):
+            here = base + piece * ROWS * K
+            old = decode_words(load_words(ptr, here, K, ROWS), scale, CODEC, LAYOUT)
+            largest = put(ptr, meta_ptr, old, 0, True, largest, here + off, 0, CODEC)
     return largest
 
 
 @jit
 def update_tiles(
     w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id, chunks,
-    chunk_filled, chunk_free, tiles, tiles_n, tiles_k, group, K,
+    flags, chunk_filled, chunk_free, tiles, tiles_n, tiles_k, group, K,
     EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, ROWS: gl.constexpr, CHUNKS: gl.constexpr,
@@ -196,19 +208,28 @@ def update_tiles(
     columns = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     off = rows[:, None] * K + columns[None, :]
     blocks = K // 64
-    s0_largest = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
-    s1_largest = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
+    nothing = gl.zeros([ROWS, 64], gl.float32, LAYOUT)
+    s0_largest = largest_of_eight(nothing)
+    s1_largest = largest_of_eight(nothing)
+    s0_scale = tensor_scale_of(s0_meta_ptr, S0_CODEC)
+    s1_scale = tensor_scale_of(s1_meta_ptr, S1_CODEC)
+    # Loaded once: a few weights are little to load twelve numbers for. What a rule does not use, is not.
+    hyper = (
+        gl.load(h_ptr), gl.load(h_ptr + 1), gl.load(h_ptr + 2), gl.load(h_ptr + 3), gl.load(h_ptr + 4),
+        gl.load(h_ptr + 5), gl.load(h_ptr + 6), gl.load(h_ptr + 7), gl.load(h_ptr + 8), gl.load(h_ptr + 9),
+        gl.load(h_ptr + 10), gl.load(h_ptr + 11),
+    )  # fmt: skip
 
     i, j = tile_of(first, tiles_n, tiles_k, group)
     base = (i * BLOCK_N).to(gl.int64) * K + j * BLOCK_K
     scale_base = (i * BLOCK_N + rows) * blocks + j * (BLOCK_K // 64)
     w0, m0, v0, a0, b0 = fetch(
-        w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, base, off, rows, scale_base,
-        SLOTS, WEIGHT, MASTER, S0_CODEC, S1_CODEC,
+        w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, base, K, rows, scale_base,
+        SLOTS, WEIGHT, MASTER, S0_CODEC, S1_CODEC, ROWS,
     )  # fmt: skip
     w1, m1, v1, a1, b1 = fetch(
-        w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, base + ROWS * K, off, rows,
-        scale_base + ROWS * blocks, SLOTS, WEIGHT, MASTER, S0_CODEC, S1_CODEC,
+        w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, base + ROWS * K, K, rows,
+        scale_base + ROWS * blocks, SLOTS, WEIGHT, MASTER, S0_CODEC, S1_CODEC, ROWS,
     )  # fmt: skip
     gl.static_assert(PER_CHUNK >= 2)
     for t in range(tiles):
@@ -220,6 +241,11 @@ def update_tiles(
             number = t * 4 + chunk
             slot = number % CHUNKS
             mbarrier.wait(chunk_filled.index(slot), (number // CHUNKS) & 1)
+            flag = flags.index(slot).load(gl.BlockedLayout([1], [32], [4], [0]))
+            good = gl.max(flag, axis=0) == 0
+            write = good & apply
+            s0_before = s0_largest
+            s1_before = s1_largest
             after = gl.where(chunk == 3, next_base, base + (chunk + 1) * 64)
             scales_after = gl.where(chunk == 3, next_scale_base, scale_base + (chunk + 1))
             for piece in gl.static_range(PER_CHUNK):
@@ -232,27 +258,25 @@ def update_tiles(
                     there = after + (piece + 2 - PER_CHUNK) * ROWS * K
                     scales_there = scales_after + (piece + 2 - PER_CHUNK) * ROWS * blocks
                 w2, m2, v2, a2, b2 = fetch(
-                    w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, there, off, rows,
-                    scales_there, SLOTS, WEIGHT, MASTER, S0_CODEC, S1_CODEC,
+                    w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, there, K, rows,
+                    scales_there, SLOTS, WEIGHT, MASTER, S0_CODEC, S1_CODEC, ROWS,
                 )  # fmt: skip
                 g = chunks.index(slot).slice(piece * ROWS, ROWS, 0).load(LAYOUT)
-                good = gl.max(gl.where(gl.abs(g) <= LARGEST, 0, 1), axis=1) == 0
-
                 if MASTER:
-                    w = w0
+                    w = decode_words(w0, 0.0, 0, LAYOUT)
                 elif WEIGHT:
-                    w = decode(w0, 0.0, W_CODEC)
+                    w = decode_words(w0, 0.0, W_CODEC, LAYOUT)
                 else:
                     w = g
                 if SLOTS >= 1:
-                    s0 = decode(m0, scale_of(s0_meta_ptr, a0, S0_CODEC), S0_CODEC)
+                    s0 = decode_words(m0, scale_of(a0, s0_scale, S0_CODEC), S0_CODEC, LAYOUT)
                 else:
                     s0 = g
                 if SLOTS >= 2:
-                    s1 = decode(v0, scale_of(s1_meta_ptr, b0, S1_CODEC), S1_CODEC)
+                    s1 = decode_words(v0, scale_of(b0, s1_scale, S1_CODEC), S1_CODEC, LAYOUT)
                 else:
                     s1 = g
-                w_new, s0_new, s1_new = EPILOGUE(g, w, s0, s1, h_ptr)
+                w_new, s0_new, s1_new = EPILOGUE(g, w, s0, s1, hyper)
                 w_lane = 0
                 s0_lane = 0
                 s1_lane = 0
@@ -261,21 +285,17 @@ def update_tiles(
                         rng_ptr, tensor_id, i * BLOCK_N + piece * ROWS, j * BLOCK_K + chunk * 64, ROWS, LAYOUT
                     )
                 if MASTER:
-                    gl.store(
-                        master_ptr + here + off, w_new, mask=(good & apply)[:, None], cache_modifier=".cs"
-                    )
+                    gl.store(master_ptr + here + off, w_new, mask=write, cache_modifier=".cs")
                 if WEIGHT:
-                    _largest = put(
-                        w_ptr, None, w_new, w, w_lane, good, apply, 0.0, here + off, scales_here, W_CODEC
-                    )
+                    _largest = put(w_ptr, None, w_new, w_lane, write, 0.0, here + off, scales_here, W_CODEC)
                 if SLOTS >= 1:
                     s0_largest = put(
-                        s0_ptr, s0_meta_ptr, s0_new, s0, s0_lane, good, apply, s0_largest, here + off,
+                        s0_ptr, s0_meta_ptr, s0_new, s0_lane, write, s0_largest, here + off,
                         scales_here, S0_CODEC,
                     )  # fmt: skip
                 if SLOTS >= 2:
                     s1_largest = put(
-                        s1_ptr, s1_meta_ptr, s1_new, s1, s1_lane, good, apply, s1_largest, here + off,
+                        s1_ptr, s1_meta_ptr, s1_new, s1_lane, write, s1_largest, here + off,
                         scales_here, S1_CODEC,
                     )  # fmt: skip
                 w0 = w1
@@ -289,6 +309,20 @@ def update_tiles(
                 a1 = a2
                 b1 = b2
             mbarrier.arrive(chunk_free.index(slot), count=1)
+            # Two conditions: the first is decided at compile time.
+            if (S0_CODEC & KIND) == TENSORWISE or (S1_CODEC & KIND) == TENSORWISE:  # noqa: SIM102
+                if good == 0:
+                    s0_largest = s0_before
+                    s1_largest = s1_before
+                    if apply:
+                        s0_largest = rescale_chunk(
+                            s0_ptr, s0_meta_ptr, s0_scale, s0_before, base + chunk * 64, off, K, S0_CODEC,
+                            LAYOUT, ROWS, PER_CHUNK,
+                        )  # fmt: skip
+                        s1_largest = rescale_chunk(
+                            s1_ptr, s1_meta_ptr, s1_scale, s1_before, base + chunk * 64, off, K, S1_CODEC,
+                            LAYOUT, ROWS, PER_CHUNK,
+                        )  # fmt: skip
         i, j = next_i, next_j
         base = next_base
         scale_base = next_scale_base
@@ -315,6 +349,7 @@ def cooperative_kernel(
     dy_buf = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, BLOCK_T, BLOCK_N], dy_desc.layout)
     x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], x_desc.layout)
     chunks = gl.allocate_shared_memory(gl.float32, [CHUNKS, BLOCK_N, BLOCK_K // 4], CHUNK_LAYOUT)
+    flags = gl.allocate_shared_memory(gl.int32, [CHUNKS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     chunk_filled = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
     chunk_free = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
@@ -328,11 +363,11 @@ def cooperative_kernel(
     steps = gl.cdiv(T, BLOCK_T)  # what lies beyond the last token is loaded as zeros
     tiles = gl.cdiv(tiles_n * tiles_k - gl.program_id(0), gl.num_programs(0))
     gl.warp_specialize([
-        (multiply_tiles, (dy_desc, x_desc, dy_buf, x_buf, chunks, filled, chunk_filled, chunk_free, h_ptr,
-                          norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, group, NORM, COUNT,
+        (multiply_tiles, (dy_desc, x_desc, dy_buf, x_buf, chunks, flags, filled, chunk_filled, chunk_free,
+                          h_ptr, norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, group, NORM, COUNT,
                           BLOCK_N, BLOCK_K, BLOCK_T, STAGES, CHUNKS)),
         (update_tiles, (w_ptr, master_ptr, s0_ptr, s1_ptr, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
-                        tensor_id, chunks, chunk_filled, chunk_free, tiles, tiles_n, tiles_k, group, K,
+                        tensor_id, chunks, flags, chunk_filled, chunk_free, tiles, tiles_n, tiles_k, group, K,
                         EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, BLOCK_N, BLOCK_K, ROWS,
                         CHUNKS)),
     ], [4], [UPDATE_REGISTERS])  # fmt: skip

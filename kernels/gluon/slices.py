@@ -96,11 +96,17 @@ def _of_calls(x):
 
 
 @jit
+def largest_of_eight(x):
+    """Magnitudes [R, 8] of fp32 [R, 64], where eight columns are one thread's."""
+    return gl.max(gl.abs(x).reshape((x.shape[0], 8, 8)), axis=2)
+
+
+@jit
 def encode(x, lane, meta_ptr, offsets, mask, largest, CODEC: gl.constexpr):
     """(codes, largest): what to store of fp32 [R, 64]. lane: as `tiles.encode_tile`.
 
-    Block codecs write their scales here, under `mask` [R] or None. largest [R]: of fp8, the magnitudes of
-    each row so far.
+    Block codecs write their scales here, under `mask`, a scalar or None. largest [R, 8]: of fp8, the
+    magnitudes met so far in each eight columns.
     """
     if CODEC & ROOT:
         x = root(x)
@@ -109,7 +115,7 @@ def encode(x, lane, meta_ptr, offsets, mask, largest, CODEC: gl.constexpr):
         codes = block_codes(x, factor[:, None], lane, CODEC)
         gl.store(meta_ptr + offsets, scale, mask=mask)
     elif (CODEC & KIND) == TENSORWISE:
-        largest = gl.maximum(largest, gl.max(gl.abs(x), axis=1))
+        largest = gl.maximum(largest, largest_of_eight(x))
         codes = fp8_codes(x, gl.load(meta_ptr + 1), CODEC)
     else:
         codes = plain_codes(x, lane, CODEC)
@@ -120,6 +126,4 @@ def encode(x, lane, meta_ptr, offsets, mask, largest, CODEC: gl.constexpr):
 def keep_largest(meta_ptr, largest, apply, CODEC: gl.constexpr):
     """Hand the magnitudes that a warpgroup met to the next step's scale (fp8)."""
     if (CODEC & KIND) == TENSORWISE:
-        if len(largest.shape) == 2:
-            largest = gl.max(largest, axis=1)
-        gl.atomic_max(meta_ptr + 2, gl.max(largest, axis=0), mask=apply, sem="relaxed")
+        gl.atomic_max(meta_ptr + 2, gl.max(gl.max(largest, axis=1), axis=0), mask=apply, sem="relaxed")

@@ -62,7 +62,6 @@ def gluon_source(
     part_bytes = sum(dtype.itemsize for dtype, there in zip(dtypes, present) if there)
     scaled = [CODECS[name].kind != "plain" and there for name, there in zip(codecs[1:], present[2:])]
     random = any(CODECS[name].stochastic for name, there in zip(codecs, (weight, *present[2:])) if there)
-    light = all(CODECS[name].kind == "plain" for name, there in zip(codecs, (weight, *present[2:])) if there)
     types: dict[str, Any] = {
         "dy_desc": _descriptor(torch.bfloat16, config.block_t, config.block_n),
         "x_desc": _descriptor(torch.bfloat16, config.block_t, config.block_k),
@@ -101,7 +100,7 @@ def gluon_source(
     constants |= {
         "STAGES": config.stages, "CHUNKS": cooperative_chunks(config.stages, stage_bytes),
         "CHUNK_LAYOUT": shared_layout(config.block_n, config.block_k // 4, torch.float32),
-        "ROWS": cooperative_rows(part_bytes, plain=light), **COOPERATIVE_REGISTERS,
+        "ROWS": cooperative_rows(part_bytes), **COOPERATIVE_REGISTERS,
     }  # fmt: skip
     return types, constants, {"num_warps": 8, "maxnreg": constants.pop("maxnreg")}
 

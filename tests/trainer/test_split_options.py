@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -60,31 +59,46 @@ def test_options_change_split_models_as_they_change_whole_ones(tmp_path):
         assert worst < OPTIONS[name][1], (name, layout)
 
 
-@pytest.mark.parametrize("family", ["llama3", "gpt2"])
-def test_hugging_face_files_of_a_split_model(tmp_path, family):
+def test_hugging_face_files_of_a_split_model(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", documents=60)
     export = LEAN | {
         "checkpoint__enable": True,
         "checkpoint__last_save_model_only": True,
         "checkpoint__last_save_in_hf": True,
     }
-    layouts = ("single", "tp2_fsdp2")
+    families, layouts = ("llama3", "gpt2"), ("single", "tp2_fsdp2")
     for layout in layouts:
-        train_all(LAYOUTS[layout][0], [run(tmp_path, corpus, family, layout, **export)])
-    written = [tmp_path / f"{family}_{layout}" / "checkpoint/export-step-3" for layout in layouts]
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in written[::-1])
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-4, msg=f"{name}: {{}}".format)
+        train_all(
+            LAYOUTS[layout][0], [run(tmp_path, corpus, family, layout, **export) for family in families]
+        )
+    written = {
+        family: [tmp_path / f"{family}_{layout}" / "checkpoint/export-step-3" for layout in layouts]
+        for family in families
+    }
+    for family in families:
+        theirs, ours = (load_file(folder / "model.safetensors") for folder in written[family])
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(
+                ours[name], tensor, rtol=0, atol=1e-4, msg=f"{family} {name}: {{}}".format
+            )
 
     imported = LEAN | {
         "checkpoint__enable": True,
-        "checkpoint__initial_load_path": written[1],
         "checkpoint__initial_load_model_only": True,
         "checkpoint__initial_load_in_hf": True,
     }
     for layout in layouts:
-        train_all(LAYOUTS[layout][0], [run(tmp_path / "again", corpus, family, layout, **imported)])
-    losses = [column(tmp_path / "again" / f"{family}_{layout}", "loss") for layout in layouts]
-    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-5
-    assert losses[0][0] < column(tmp_path / f"{family}_single", "loss")[0] - 0.05, "it went on from there"
+        runs = [
+            run(
+                tmp_path / "again", corpus, family, layout,
+                **{**imported, "checkpoint__initial_load_path": written[family][1]},
+            )
+            for family in families
+        ]  # fmt: skip
+        train_all(LAYOUTS[layout][0], runs)
+    for family in families:
+        losses = [column(tmp_path / "again" / f"{family}_{layout}", "loss") for layout in layouts]
+        assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-5, family
+        first = column(tmp_path / f"{family}_single", "loss")[0]
+        assert losses[0][0] < first - 0.05, f"{family} went on from there"

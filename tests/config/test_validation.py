@@ -511,8 +511,6 @@ def test_what_dobb_and_matrix_rules_do_not_take():
     assert validate(dobb, world_size=2) == []
     offload = refusal_of(dobb, "--training.enable_cpu_offload", world_size=2)
     assert offload.startswith("training.enable_cpu_offload = true")
-    message = refusal_of(dobb, "--optimizer.dobb.side=G", "--compile.enable=true")
-    assert message.startswith('optimizer.dobb.side = "G"')
     assert "optimizer.dobb.blocks = 0" in refusal_of(dobb, "--optimizer.dobb.blocks=0")
     assert "optimizer.update_scale" in refusal_of(dobb, "--optimizer.update_scale=own")
     assert "optimizer.update_scale" in refusal_of(

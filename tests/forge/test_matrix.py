@@ -98,8 +98,10 @@ def test_fused_experts_are_captured(side: str) -> None:
         torch.testing.assert_close(fused.state_dict()["state"][line.name]["statistic"], statistic)
 
 
-@pytest.mark.parametrize("capture", ["first", "all"])
-def test_recomputed_and_compiled_blocks_are_captured_once_and_keep_their_input_alone(capture: str) -> None:
+@pytest.mark.parametrize(("side", "capture"), [("A", "first"), ("G", "all"), ("G", "first")])
+def test_recomputed_and_compiled_blocks_are_captured_once_and_keep_their_input_alone(
+    side: str, capture: str
+) -> None:
     """On steps that capture and on others: a block that is computed again runs the code that it ran."""
     compiled_in_backward = []
 
@@ -113,7 +115,9 @@ def test_recomputed_and_compiled_blocks_are_captured_once_and_keep_their_input_a
     apply_compile(compiled, compiler, recompute_outside=True)
     ends, kept = [], []
     for model in (plain, compiled):
-        optimizer = fuse(model, matrix_options("dobb", norm="l2", capture=capture), micro_batches=2)
+        optimizer = fuse(
+            model, matrix_options("dobb", norm="l2", side=side, capture=capture), micro_batches=2
+        )
         train(model, optimizer, 0, 3, micro_batches=2)
         ends.append((optimizer.state_dict()["state"], weights(model)))
         kept.append([one for step in (3, 4) for one in kept_bytes(model, optimizer, step, 2)])

@@ -108,8 +108,9 @@ def test_each_expert_is_a_matrix_with_blocks_of_its_own(side: str) -> None:
                     torch.testing.assert_close(saved["statistic"][e, b].double(), c, rtol=0, atol=near)
 
 
+@pytest.mark.parametrize("side", ["A", "G"])
 @pytest.mark.parametrize("wrapped", ["full", "selective", "compiled", "compiled full"])
-def test_recomputed_and_compiled_experts_are_captured_once(wrapped: str) -> None:
+def test_recomputed_and_compiled_experts_are_captured_once(wrapped: str, side: str) -> None:
     ends = []
     for mode in ("none", wrapped):
         model = Model()
@@ -117,7 +118,7 @@ def test_recomputed_and_compiled_experts_are_captured_once(wrapped: str) -> None
             apply_activation_checkpoint(model, mode.split()[-1], "op")
         if mode.startswith("compiled"):
             apply_compile(model, "aot_eager")
-        optimizer = build_optimizer(model, options(capture="all", norm="l2"), "float32")
+        optimizer = build_optimizer(model, options(capture="all", norm="l2", side=side), "float32")
         train(model, optimizer, 0, T + 1, micro_batches=2)
         ends.append(optimizer.state_dict()["state"]["layers.0.experts.w2"])
     for slot in ("statistic", "basis", "m"):

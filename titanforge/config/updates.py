@@ -102,13 +102,6 @@ def check_dobb(config: JobConfig) -> None:
             "Dobb captures on the GPU what it keeps beside the weights: set it to false, or take"
             ' optimizer.dobb.source = "gradient"',
         )
-    if config.optimizer.dobb.side == "G" and config.compile.enable and "model" in config.compile.components:
-        raise refusal(
-            config,
-            "optimizer.dobb.side",
-            "output gradients are captured by hooks that compiled blocks do not have: set compile.enable ="
-            ' false, or take "A"',
-        )
 
 
 def check_schedule(config: JobConfig) -> list[str]:

@@ -210,24 +210,23 @@ class DobbCapture(BasisKeeper):
             self._watched = self._refreshing
         if self._refreshing:
             self._next_bucket = 0
-            self._gate.fill_(True)
+            self._gate.data.fill_(True)
 
     def before_backward(self, micro_batch_index: int) -> None:
-        """The last forward that counts is over. Inputs are complete then; the output gradients follow in its
+        """After the last forward that counts all inputs are there; the output gradients follow in its
         backward, and each exchange is launched as soon as all of its weights have been seen, in one order on
-        all ranks.
+        all ranks (of compiled blocks, which do not tell, in `refresh`).
+
+        Readers stay open until then: a block that is computed again in backward, or compiled, runs the code
+        that it ran, and adds what the gate lets through.
         """
         if not self._refreshing:
             return
+        # Of the next forward, or of this backward; as `.data`, for autograd may have saved it.
+        next_captured = micro_batch_index + (1 if self.options.side == "A" else 0)
+        self._gate.data.fill_(next_captured < self._captured_micro_batches)
         if micro_batch_index + 1 < self._captured_micro_batches:
             return
-        if self.options.side == "A":
-            # Readers stay open until `refresh`: blocks that are computed again in this backward, or compiled,
-            # run as they ran, and add nothing.
-            self._gate.fill_(False)
-        else:
-            for weight in self.weights:
-                weight.reader.close()
         if self.options.side == "A" or micro_batch_index >= self._captured_micro_batches:
             self._launch(len(self._buckets))
             if self._overlaps():

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from titanforge.optim.dobb.rule import Dobb
 from titanforge.optim.param_groups import ParamGroupSpec, clean_name
 
-_TOTAL, _COUNT, _GATE, _HOOKED = "_second_moment_{}", "_positions_{}", "_captures_{}", "_second_moment_side"
+_SUMS = ("_second_moment_{}", "_positions_{}", "_captures_{}")
+_HOOKED = "_second_moment_side"
 
 
 def _in_backward() -> bool:
@@ -83,36 +84,94 @@ def accumulate_experts(total: Tensor, count: Tensor, x: Tensor, ends: Tensor) ->
         begin = end
 
 
+@torch.library.custom_op("titanforge::add_gradient_second_moment", mutates_args=("total", "count"))
+def add_gradient_second_moment(total: Tensor, count: Tensor, gate: Tensor, gradient: Tensor) -> None:
+    """As `add_second_moment`, in the backward of an output [..., B w]."""
+    if bool(gate):
+        accumulate(total, count, gradient)
+
+
+@add_gradient_second_moment.register_fake
+def _(total: Tensor, count: Tensor, gate: Tensor, gradient: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("titanforge::add_expert_gradient_second_moments", mutates_args=("total", "count"))
+def add_expert_gradient_second_moments(
+    total: Tensor, count: Tensor, gate: Tensor, gradient: Tensor, ends: Tensor
+) -> None:
+    """As `add_expert_second_moments`, in the backward of outputs [S, B w]."""
+    if bool(gate):
+        accumulate_experts(total, count, gradient, ends)
+
+
+@add_expert_gradient_second_moments.register_fake
+def _(total: Tensor, count: Tensor, gate: Tensor, gradient: Tensor, ends: Tensor) -> None:
+    return None
+
+
+class _Observed(torch.autograd.Function):
+    """An output as it is, whose gradient is captured: in compiled code, where tensors have no hooks.
+
+    ends: of experts, else None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, total: Tensor, count: Tensor, gate: Tensor, ends: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(total, count, gate, ends)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        total, count, gate, ends = ctx.saved_tensors
+        if ends is None:
+            add_gradient_second_moment(total, count, gate, gradient)
+        else:
+            add_expert_gradient_second_moments(total, count, gate, gradient, ends)
+        return gradient, None, None, None, None
+
+
+def _sums_of(module: nn.Module, attribute: str) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Sum of outer products, count of positions and gate, or None while nothing is captured."""
+    total, count, gate = (getattr(module, form.format(attribute)) for form in _SUMS)
+    return None if total is None else (total, count, gate)
+
+
 def _capture_input(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    m: Any = module
-    if m._second_moment_weight is not None and m.training:
-        add_second_moment(
-            m._second_moment_weight, m._positions_weight, m._captures_weight, inputs[0].detach()
-        )
+    sums = _sums_of(module, "weight")
+    if sums is not None and module.training:
+        add_second_moment(*sums, inputs[0].detach())
 
 
-def _capture_output_gradient(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    reader = Reader(module, "weight")
-    total, count = reader.sums
-    if total is None or count is None or not module.training or not output.requires_grad:
-        return
+def _capture_output_gradient(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    return _watched_output(module, "weight", output, None)
+
+
+def _watched_output(module: nn.Module, attribute: str, output: Tensor, ends: Tensor | None) -> Tensor | None:
+    """What takes the output's place; None: it stays, with a hook on its gradient if anything is captured."""
+    sums = _sums_of(module, attribute)
+    if sums is None or not module.training or not output.requires_grad:
+        return None
+    if torch.compiler.is_compiling():
+        return _Observed.apply(output, *sums, ends)  # pyright: ignore[reportReturnType]
     if not _in_backward():
-        output.register_hook(lambda gradient: reader.gradient_seen(accumulate, total, count, gradient))
+        reader = Reader(module, attribute)
+        output.register_hook(lambda gradient: reader.gradient_seen(*sums, gradient, ends))
+    return None
 
 
 def _observed_product(module: Any, inner: Any, side: str, x: Tensor, weight: str, ends: Tensor) -> Tensor:
     """`module.product`, captured. inner: what had taken its place before; classes may yet be changed."""
     found = type(module).product(module, x, weight, ends) if inner is None else inner(x, weight, ends)
-    total, count = getattr(module, f"_second_moment_{weight}"), getattr(module, f"_positions_{weight}")
-    if total is None or not module.training:
-        return found
-    if side == "A":
-        gate = getattr(module, f"_captures_{weight}")
-        add_expert_second_moments(total, count, gate, x.detach(), ends)
-    elif found.requires_grad and not _in_backward():
-        reader = Reader(module, weight)
-        add = functools.partial(accumulate_experts, ends=ends)
-        found.register_hook(lambda gradient: reader.gradient_seen(add, total, count, gradient))
+    if side == "G":
+        watched = _watched_output(module, weight, found, ends)
+        return found if watched is None else watched
+    sums = _sums_of(module, weight)
+    if sums is not None and module.training:
+        add_expert_second_moments(*sums, x.detach(), ends)
     return found
 
 
@@ -123,14 +182,6 @@ class Reader:
     module: nn.Module
     attribute: str = "weight"
 
-    @property
-    def sums(self) -> tuple[Tensor | None, Tensor | None]:
-        """Sum of outer products and count of positions, or None while nothing is captured."""
-        return (
-            getattr(self.module, _TOTAL.format(self.attribute)),
-            getattr(self.module, _COUNT.format(self.attribute)),
-        )
-
     def open(self, total: Tensor, count: Tensor, gate: Tensor) -> None:
         """Capture into these from now on, while gate (bool scalar on the CPU) is True."""
         self._set(total, count, gate)
@@ -140,15 +191,23 @@ class Reader:
         self._set(None, None, None)
 
     def _set(self, *values: Tensor | None) -> None:
-        for form, value in zip((_TOTAL, _COUNT, _GATE), values):
+        for form, value in zip(_SUMS, values):
             setattr(self.module, form.format(self.attribute), value)
 
     def when_gradient_seen(self, then: Callable[[], None] | None) -> None:
-        """Call this after each output gradient that was added (side G)."""
+        """Call this after each output gradient that was added by a hook (side G, not in compiled code)."""
         self.module.__dict__[f"_gradient_seen_{self.attribute}"] = then
 
-    def gradient_seen(self, add: Callable[..., None], total: Tensor, count: Tensor, gradient: Tensor) -> None:
-        add(total, count, gradient)
+    def gradient_seen(
+        self, total: Tensor, count: Tensor, gate: Tensor, gradient: Tensor, ends: Tensor | None
+    ) -> None:
+        """The hook on an output's gradient."""
+        if not bool(gate):
+            return
+        if ends is None:
+            accumulate(total, count, gradient)
+        else:
+            accumulate_experts(total, count, gradient, ends)
         then = self.module.__dict__.get(f"_gradient_seen_{self.attribute}")
         if then is not None:
             then()
@@ -184,7 +243,7 @@ def install_hooks(model: nn.Module, groups: Sequence[ParamGroupSpec]) -> dict[st
 
 def _hook(reader: Reader, side: str) -> None:
     module = reader.module
-    if not hasattr(module, _TOTAL.format(reader.attribute)):
+    if not hasattr(module, _SUMS[0].format(reader.attribute)):
         reader.close()
     there = module.__dict__.get(_HOOKED)
     if there is not None:

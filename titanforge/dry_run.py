@@ -75,7 +75,8 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     if dims.tp == 1:  # the tables know matrices that one axis cuts
         in_rows = experts_in_rows(dims, getattr(args, "n_experts", 0))
         shards = dims.degree("dp_shard_cp")
-        lines += [f"  {line}" for line in exchange_lines(optimizer_groups, shards, in_rows)]
+        exchanges = exchange_lines(optimizer_groups, shards, in_rows, dims.dp_replicate)
+        lines += [f"  {line}" for line in exchanges]
     gradient_bytes, update_in_backward = DTYPES[training.dtype].itemsize, False
     if config.forge.enable:
         plan = preview(

@@ -138,7 +138,7 @@ def arguments(folder: Path, recipe: dict[str, Any], lr: float, steps: int, optio
         "training.local_batch_size": options.batch,
         "training.max_norm": 1.0,
         "training.dataloader.num_workers": 2 if options.device == "cuda" else 0,
-        "data.tokenizer": "byte",
+        "data.tokenizer": options.tokenizer,
         "data.document_mask": False,
         "data.validation_fraction": 0.2 if options.tiny else 0.04,
         "validation.enable": True,
@@ -354,6 +354,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seq-len", type=int, default=1024)
     found.add_argument("--validation-steps", type=int, default=20, help="batches of an evaluation")
     found.add_argument("--seed", type=int, default=5000)
+    found.add_argument("--tokenizer", default="byte", help="as data.tokenizer")
     found.add_argument("--corpus", type=Path, help="JSON Lines, written if not there; default: in --out")
     found.add_argument("--corpus-mib", type=int, default=64, help="text to gather")
     return found

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.forge.test_experts import experts
 from tests.forge.toy import (
@@ -16,6 +17,7 @@ from tests.forge.toy import (
     llama,
     options_of,
     ordinary,
+    states,
     train,
     weights,
 )
@@ -130,3 +132,33 @@ def test_recomputed_and_compiled_blocks_are_captured_once_and_keep_their_input_a
     assert largest_difference(ends[0][1], ends[1][1]) < 5e-5
     assert compiled_in_backward and not any(compiled_in_backward)
     assert len(kept[1]) == 4 and all(0 < one <= kept[0][0] for one in kept[1]), kept
+
+
+@pytest.mark.parametrize("name", ["muon", "dobb"])
+def test_fused_momenta_of_micro_batches_are_nearer_to_fp32(name: str) -> None:
+    """bfloat16 weights, eight micro-batches: the ordinary engine rounds each gradient and their sums."""
+    drawn = [torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(i)) for i in range(24)]
+
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        x, d = drawn[number % 24]
+        return (model(x.to(next(model.parameters()).dtype)).float() * d).sum()
+
+    def run(dtype: torch.dtype, fused: bool, **storage: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).to(dtype)
+        options = matrix_options(name, norm="l2")
+        for key, value in storage.items():
+            setattr(options, key, value)
+        told = str(dtype).removeprefix("torch.")
+        made = fuse(model, options, told, loss=loss, micro_batches=8, tokens=64) if fused else None
+        optimizer = made or ordinary(model, options, told)
+        train(model, optimizer, 0, 3, micro_batches=8, loss=loss)
+        return {"weight.master": weights(model)["weight"]} | states(optimizer)
+
+    exact = run(torch.float32, False)
+    for state_dtype in ("float32", "bfloat16"):
+        storage = {"master_weights": "float32", "state_dtype": state_dtype}
+        found, plain = run(torch.bfloat16, True, **storage), run(torch.bfloat16, False, **storage)
+        for slot in ("weight.m", "weight.master"):
+            error, usual = ((one[slot].float() - exact[slot]).norm() for one in (found, plain))
+            assert 0 < error < 0.9 * usual, (state_dtype, slot, float(error), float(usual))

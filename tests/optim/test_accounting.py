@@ -84,3 +84,7 @@ def test_a_whole_model_is_accounted_for_as_in_the_paper() -> None:
         f"dobb sends 0 scalars a step between 4 shards; second moments, {moments:,} scalars, every 9 steps"
     )
     assert exchange_lines(build_groups(model, Optimizer(name="Muon")), 1) == []
+    alone = build_groups(model, options)
+    assert exchange_lines(alone, 1) == [], "one rank has nobody to send second moments to"
+    (told["replicas"],) = exchange_lines(alone, 1, replicas=2)
+    assert told["replicas"] == f"dobb sends second moments, {moments:,} scalars, every 9 steps"

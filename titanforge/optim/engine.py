@@ -254,7 +254,7 @@ class RuleOptimizer:
         matrices = [param for group in self.groups for param in group.params if param.dim() == 2]
         if any(isinstance(param, DTensor) and param.device_mesh.ndim > 1 for param in matrices):
             return ""  # the tensor axis cuts them too, which the accounting does not know
-        return "\n".join(exchange_lines(self.groups, self.links.shards))
+        return "\n".join(exchange_lines(self.groups, self.links.shards, replicas=self.links.replicas))
 
     def metrics(self) -> dict[str, Tensor]:
         """Scalars worth logging, by metric name."""

@@ -15,13 +15,14 @@ from titanforge.optim.states import is_cut, local_tensor
 
 
 def exchange_lines(
-    groups: Sequence[ParamGroupSpec], shards: int, experts_in_rows: int | None = None
+    groups: Sequence[ParamGroupSpec], shards: int, experts_in_rows: int | None = None, replicas: int = 1
 ) -> list[str]:
     """One line for each rule of matrices that sends anything: scalars a step between shards, as
     `accounting` has them, and Dobb's second moments.
 
     groups: of the whole model, on any device. shards: that each weight is cut into. experts_in_rows: experts
     of a layer whose rows are dealt to the same ranks, 0 where each lies whole on one; None: as they lie.
+    replicas: of the shards, with data of their own.
     """
     rules = {id(group.rule): group.rule for group in groups if isinstance(group.rule, MatrixRule)}
     lines = []
@@ -37,7 +38,7 @@ def exchange_lines(
             for param, parts in weights
         )
         told = [f"{sent:,} scalars a step between {shards} shards"] if shards > 1 else []
-        if isinstance(rule, Dobb) and rule.dobb.source == "activation":
+        if isinstance(rule, Dobb) and rule.dobb.source == "activation" and shards * replicas > 1:
             moments = sum(refresh_payload(rule, param.shape, parts) for param, parts in weights)
             told.append(f"second moments, {moments:,} scalars, every {rule.dobb.period} steps")
         if told:

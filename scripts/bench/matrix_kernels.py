@@ -291,6 +291,7 @@ def symmetric(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
     shapes = (
         (1600, 1600, 24), (1600, 6400, 6), (768, 768, 48), (768, 3072, 24), (4096, 4096, 4), (4096, 12288, 1),
         (5120, 5120, 2), (5120, 25600, 1), (1024, 4096, 16),
+        (1600, 1600, 4), (1600, 6400, 1), (4096, 4096, 2), (1024, 4096, 2),  # one block's, of fused updates
     )  # fmt: skip
     device = torch.device("cuda", torch.cuda.current_device())
     for m, k, count in shapes:

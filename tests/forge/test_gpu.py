@@ -28,7 +28,9 @@ from tests.forge.toy import (
     train,
     weights,
 )
+from titanforge.forge import attach
 from titanforge.models.layers import attention
+from titanforge.optim.build import build_groups, build_recipe
 from titanforge.parallelisms import apply_activation_checkpoint, apply_compile
 
 pytestmark = [
@@ -82,9 +84,33 @@ def test_micro_batches(name: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_captured_step_is_the_eager_step(compiled: bool) -> None:
+@pytest.mark.parametrize("name", ["muon", "rmnp", "dion", "lamb", "dobb"])
+def test_updates_inside_of_backward_have_the_bits_of_those_after_it(name: str, compiled: bool) -> None:
+    ends = []
+    for in_backward in (True, False):
+        model = on_gpu()
+        if compiled:
+            apply_compile(model)
+        options = options_of(name, state_dtype="bfloat16")
+        options.dion.rank_fraction, options.dobb.blocks, options.dobb.period = 0.25, 8, 2
+        optimizer = attach(
+            model,
+            build_groups(model, options),
+            build_recipe(options, "bfloat16"),
+            probe=lambda model=model: llama_loss(model, 0),
+            update_in_backward=in_backward,
+        )
+        ends.append((train(model, optimizer, 0, 4), weights(model), states(optimizer)))
+    assert ends[0][0] == ends[1][0]
+    assert same(ends[0][1], ends[1][1]) and same(ends[0][2], ends[1][2])
+    assert not same(ends[0][1], weights(on_gpu()))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_captured_step_is_the_eager_step(name: str, compiled: bool) -> None:
     """One CUDA graph: forward, backward with its updates, and the end of the step; the rate moves between."""
-    options = options_of("adamw", state_dtype="bfloat16", master_weights="stochastic_rounding")
+    options = options_of(name, state_dtype="bfloat16", master_weights="stochastic_rounding")
     eager, captured = on_gpu(), on_gpu()
     for model in (eager, captured) if compiled else ():
         apply_compile(model)

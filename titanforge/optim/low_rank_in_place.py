@@ -130,7 +130,7 @@ def _padded(rank: int) -> int:
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Of bf16 matrices, accumulated in fp32."""
     if a.is_cuda:
-        return torch.bmm(a, b, out_dtype=dtype)
+        return torch.bmm(a, b) if dtype == a.dtype else torch.bmm(a, b, out_dtype=dtype)
     return (a.float() @ b.float()).to(dtype)
 
 

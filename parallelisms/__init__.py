@@ -6,6 +6,7 @@ configuration, nor update rules, nor any model family. A model needs only the at
 """
 
 from titanforge.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from titanforge.parallelisms.async_tensor_parallel import enable_async_tensor_parallel
 from titanforge.parallelisms.clip import clip_factor, clip_grad_norm_, global_grad_norm
 from titanforge.parallelisms.compile import apply_compile
 from titanforge.parallelisms.context_parallel import (
@@ -59,6 +60,7 @@ __all__ = [
     "clip_factor",
     "clip_grad_norm_",
     "complete_gradients",
+    "enable_async_tensor_parallel",
     "expert_modules",
     "expert_shard_dim",
     "global_grad_norm",

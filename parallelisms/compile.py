@@ -19,6 +19,7 @@ def apply_compile(
     backend: str | Callable[..., Any] = "inductor",
     memory_budget: float | None = None,
     recompute_outside: bool = False,
+    overlap_products: bool = False,
 ) -> int:
     """Compile every block of ``model.layers`` in place; returns how many.
 
@@ -37,14 +38,15 @@ def apply_compile(
     recompute_outside: compile the forward of a block that is recomputed whole, and leave the recomputation
     around it. Else the compiler decides what to keep, and keeps what comes out of an autograd function of our
     own. Not for blocks whose forward is other code when it is run again.
+    overlap_products: collectives in pieces beside matrix products, by inductor (``async_tensor_parallel``).
 
     Raises ValueError for a budget out of its range, or a backend that has no choice of what to keep.
     """
     compiler: str | Callable[..., Any] = backend
-    if memory_budget is not None:
+    if memory_budget is not None or overlap_products:
         if not isinstance(backend, str):
-            raise ValueError("a memory budget is for a backend of torch.compile by name")
-        compiler = _within_budget(backend, memory_budget)
+            raise ValueError("a memory budget or overlap is for a backend of torch.compile by name")
+        compiler = _instructed(backend, memory_budget, overlap_products)
     layers = getattr(model, "layers", None)
     blocks = list(layers.children()) if layers is not None else []
     for block in blocks:
@@ -65,26 +67,29 @@ def _compiled(forward: Callable[..., Any], compiler: str | Callable[..., Any]) -
 
 
 @functools.cache
-def _within_budget(backend: str, memory_budget: float) -> Callable[..., Any]:
-    """The backend under the budget; one function for all blocks, or each would be compiled anew.
+def _instructed(backend: str, memory_budget: float | None, overlap_products: bool) -> Callable[..., Any]:
+    """The backend with these options; one function for all blocks, or each would be compiled anew.
 
-    The setting is torch's own and global; it holds while one of these graphs is compiled, and for no other.
+    Settings are torch's own and global; they hold while one of these graphs is compiled, and for no other.
     """
-    if not 0 <= memory_budget <= 1:
-        raise ValueError(f"activation_checkpoint.memory_budget = {memory_budget}: must be within 0 and 1")
-    if backend in NOT_PARTITIONING:
-        raise ValueError(
-            f'activation_checkpoint.mode = "memory_budget": compile.backend = "{backend}" keeps what '
-            "autograd would; use inductor, or another mode"
-        )
-    settings: dict[str, Any] = {"activation_memory_budget": memory_budget}
-    # Of weights that are split over ranks, torch 2.13 hands graphs the mesh, which holds no activation.
-    if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
-        settings["unsafe_treat_script_objects_as_zero_size"] = True
+    settings: dict[str, Any] = {}
+    if memory_budget is not None:
+        if not 0 <= memory_budget <= 1:
+            raise ValueError(f"activation_checkpoint.memory_budget = {memory_budget}: must be within 0 and 1")
+        if backend in NOT_PARTITIONING:
+            raise ValueError(
+                f'activation_checkpoint.mode = "memory_budget": compile.backend = "{backend}" keeps what '
+                "autograd would; use inductor, or another mode"
+            )
+        settings["activation_memory_budget"] = memory_budget
+        # Of weights that are split over ranks, torch 2.13 hands graphs the mesh, which holds no activation.
+        if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
+            settings["unsafe_treat_script_objects_as_zero_size"] = True
+    patches = {"config_patches": {"_micro_pipeline_tp": True}} if overlap_products else {}
     compile_graph = torch._dynamo.lookup_backend(backend)
 
-    def compile_within_budget(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+    def compile_instructed(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         with partitioner_config.patch(settings):
-            return compile_graph(graph, inputs, **options)
+            return compile_graph(graph, inputs, **patches, **options)
 
-    return compile_within_budget
+    return compile_instructed

@@ -27,6 +27,7 @@ from titanforge.parallelisms import (
     check_pipeline_parallel,
     check_tensor_parallel,
     complete_gradients,
+    enable_async_tensor_parallel,
     expert_shard_dim,
     pad_sequences,
     plan_pipeline,
@@ -249,8 +250,11 @@ def parallelize(
         plan = pipeline_plan(config, dims, model.args, model)
         parts = split_model(model, plan, dims.get_mesh("pp").get_local_rank())
     tensor_mesh = dims.get_optional_mesh("tp")
+    overlap = config.parallelism.enable_async_tensor_parallel
     if tensor_mesh is not None:
         apply_tensor_parallel(model, tensor_mesh, traffic)
+        if overlap:
+            enable_async_tensor_parallel(tensor_mesh)
     pieces = dims.tp
     context_mesh = dims.get_optional_mesh("cp")
     if context_mesh is not None:
@@ -273,7 +277,7 @@ def parallelize(
         budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else None
         # Within one graph with the recomputation, what knows its mesh cannot be kept (torch 2.13).
         outside = config.forge.enable or tensor_mesh is not None
-        apply_compile(model, config.compile.backend, budget, recompute_outside=outside)
+        apply_compile(model, config.compile.backend, budget, outside, overlap)
     head = model.output  # None on a rank without the last stage
     if config.compile.enable and "loss" in config.compile.components and isinstance(head, nn.Module):
         head.compile(backend=config.compile.backend, fullgraph=True)

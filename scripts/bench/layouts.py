@@ -8,6 +8,7 @@
 
 A cell is `one` (one process), or axes and their degrees, comma-separated: dp_replicate, dp_shard, cp, tp, pp,
 ep (which borrows its ranks from the others); `ring` or `ulysses` after cp, `compiled` for compiled blocks,
+`async` beside it for collectives of tp in pieces beside their products,
 `fused` for updates inside backward (compare losses with `--set training.max_norm=0`: fused clips otherwise).
 Each runs `train.py` under torchrun with the same seed and global batch: real text, logging, clipping, the
 whole step; weights, gradients and states in bf16. Losses are compared with those of the first cell.
@@ -98,7 +99,7 @@ def parse(cell: str) -> dict[str, Any]:
         axis, _, degree = word.partition("=")
         if axis in AXES and degree.isdecimal():
             layout[axis] = int(degree)
-        elif word in ("one", "ring", "ulysses", "compiled", "fused"):
+        elif word in ("one", "ring", "ulysses", "compiled", "async", "fused"):
             layout[word] = True
         else:
             raise SystemExit(f"--cells {cell}: {word!r} is neither an axis of {', '.join(AXES)} nor a word")
@@ -126,6 +127,7 @@ def run_cell(cell: str, layout: dict[str, Any], args: argparse.Namespace, folder
         "checkpoint.enable": "false",
         "validation.enable": "false",
         "compile.enable": "true" if "compiled" in layout else "false",
+        "parallelism.enable_async_tensor_parallel": "true" if "async" in layout else "false",
         "activation_checkpoint.mode": "full" if args.recompute else "none",
         **{f"parallelism.{key}": degrees[axis] for axis, key in AXES.items()},
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from scripts.exactness.registry import Reading, World, at_least, gate, multiple_of
 from scripts.exactness.runs import (
     ALONE,
@@ -161,6 +163,31 @@ def tensors_against_one(world: World) -> Iterator[Reading]:
     yield from compare(world, "tp", Layout(tp=world.size), LOSS)
     if world.size >= 4 and world.size % 2 == 0:
         yield from compare(world, "tp by fsdp", Layout(tp=2, dp_shard=world.size // 2), LOSS)
+
+
+def _gpus(world: World) -> str:
+    return at_least(2)(world) or ("" if world.on_gpu else "needs CUDA devices")
+
+
+@gate("TP, async", _gpus)
+def overlapped_against_one(world: World) -> Iterator[Reading]:
+    """Collectives in pieces beside matrix products against one rank; operators that do so are counted."""
+    _, wanted = train(world)
+    run, losses = train(
+        world,
+        Layout(tp=world.size),
+        compile__enable=True,
+        compile__components=["model"],
+        parallelism__enable_async_tensor_parallel=True,
+    )
+    yield Reading("tp, async: losses apart", losses_apart(losses, wanted), LOSS)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run.step(len(losses))
+    names = [event.name for event in profile.events() or ()]
+    # Two gathers and two scatters a block in forward, two gathers in backward.
+    for name, least in (("fused_all_gather_matmul", 8), ("fused_matmul_reduce_scatter", 4)):
+        missing = max(0, least - sum(each.rpartition("::")[2] == name for each in names))
+        yield Reading(f"{name}: of {least} a step, missing", missing, 0.0)
 
 
 @gate("TP by CP by FSDP", multiple_of(8))

@@ -143,6 +143,23 @@ def test_split_sequences_must_divide_and_what_is_not_shown_with_them_is_refused(
             assert "optimizer.name" in refusal_of(*argv, world_size=8), name
 
 
+def test_async_tensor_parallel_wants_gpus_and_the_compiler():
+    key = "parallelism.enable_async_tensor_parallel"
+    wanted = ("--parallelism.tensor_parallel_degree=2", "--compile.enable=true", f"--{key}=true")
+    assert validate(*wanted, world_size=2, device="cuda") == []
+    for argv, device, what in (
+        (wanted[1:], "cuda", "nothing to overlap"),
+        (wanted, "cpu", "needs CUDA devices"),
+        ((wanted[0], wanted[2]), "cuda", "set compile.enable = true"),
+        ((*wanted, "--compile.backend=aot_eager"), "cuda", "set compile.enable = true"),
+        ((*wanted, "--compile.components=loss"), "cuda", "set compile.enable = true"),
+    ):
+        message = refusal_of(*argv, world_size=2, device=device)
+        assert message.startswith(f"{key} = true: "), argv
+        assert what in message
+        assert message.endswith("set it to false")
+
+
 def test_global_batch_must_divide():
     argv = ("--training.local_batch_size=4", "--training.global_batch_size=20")
     assert validate(*argv, world_size=1) == []

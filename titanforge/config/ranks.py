@@ -17,7 +17,7 @@ SHARDED_RULES = COORDINATE_RULES | {"muon", "scion", "dion", "rmnp"}
 """And those that exchange what they need of the other parts of a matrix, whatever axis cuts it."""
 
 
-def check_ranks(config: JobConfig, world_size: int) -> int:
+def check_ranks(config: JobConfig, world_size: int, device_type: str) -> int:
     """Returns the number of data-parallel ranks, dp_replicate x dp_shard.
 
     Raises:
@@ -61,11 +61,30 @@ def check_ranks(config: JobConfig, world_size: int) -> int:
             "is not available with parallelism.expert_parallel_degree above 1: use one of"
             f" {', '.join(sorted(SHARDED_RULES))}",
         )
+    if parallelism.enable_async_tensor_parallel:
+        _check_async_tensor(config, device_type)
     if parallelism.tensor_parallel_degree * parallelism.context_parallel_degree > 1:
         _check_split_sequences(config)
     if parallelism.pipeline_parallel_degree > 1:
         _check_pipeline(config)
     return parallelism.data_parallel_replicate_degree * left
+
+
+def _check_async_tensor(config: JobConfig, device_type: str) -> None:
+    """The compiler puts collectives beside matrix products, in memory that GPUs read of each other."""
+    compiled = config.compile.enable and "model" in config.compile.components
+    reason = ""
+    if config.parallelism.tensor_parallel_degree == 1:
+        reason = "there is nothing to overlap with parallelism.tensor_parallel_degree = 1"
+    elif device_type != "cuda" and not config.job.dry_run:
+        reason = f"needs CUDA devices, and this run is on {device_type}"
+    elif not compiled or config.compile.backend != "inductor":
+        reason = (
+            "is the compiler's doing (set compile.enable = true, with model among compile.components and"
+            ' compile.backend = "inductor")'
+        )
+    if reason:
+        raise refusal(config, "parallelism.enable_async_tensor_parallel", f"{reason}: set it to false")
 
 
 def _check_split_sequences(config: JobConfig) -> None:

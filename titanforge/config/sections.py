@@ -347,6 +347,9 @@ class Parallelism:
     would gather them each time."""
     tensor_parallel_degree: int = 1
     """Tensor-parallel ranks (1: off)."""
+    enable_async_tensor_parallel: bool = False
+    """Gathers and scatters of the tensor axis in pieces, each beside the part of a matrix product that needs
+    it. For compiled blocks on CUDA devices of one host."""
     pipeline_parallel_degree: int = 1
     """Pipeline-parallel ranks: each holds a run of the blocks, or several (1: off)."""
     pipeline_parallel_schedule: str = "1F1B"

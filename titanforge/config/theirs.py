@@ -53,9 +53,6 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
         "with parallelism.tensor_parallel_degree above 1 head and loss are always split over the vocabulary",
         (False,),
     ),
-    "parallelism.enable_async_tensor_parallel": ForeignKey(
-        "collectives of parallelism.tensor_parallel_degree are not overlapped with matrix products", (False,)
-    ),
     "parallelism.pipeline_parallel_schedule_csv": ForeignKey(_SCHEDULE, (None, "none", "")),
     "parallelism.pipeline_parallel_expert_parallel_overlap": ForeignKey(_SCHEDULE),
     "parallelism.context_parallel_load_balancer": ForeignKey(

@@ -36,7 +36,7 @@ def validate_config(config: JobConfig, world_size: int, device_type: str) -> lis
     """
     check_bounds(config)
     warnings: list[str] = []
-    data_parallel = check_ranks(config, world_size)
+    data_parallel = check_ranks(config, world_size, device_type)
     _check_batch(config, data_parallel)
     check_optimizer(config)
     check_dobb(config)

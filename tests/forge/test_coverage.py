@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -223,3 +227,75 @@ def test_backward_outside_of_a_step_is_an_error() -> None:
     with pytest.raises(ValueError, match="the plan is for 1 micro-batches"):
         optimizer.begin_step(2)
     train(model, optimizer, 0, 1, loss=changing_loss)
+
+
+def replaced(model: Changing) -> None:
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def frozen(model: Changing) -> None:
+    model.linear.weight.requires_grad_(False)
+
+
+def attached_again(model: Changing) -> None:
+    optimizer = fuse(model, options_of(), loss=changing_loss)
+    train(model, optimizer, 0, 1, loss=changing_loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (replaced, "moved or was replaced"),
+        (lambda model: model.double(), "moved or was replaced"),
+        (frozen, "was frozen"),
+        (attached_again, "has another optimizer by now"),
+    ],
+)
+def test_a_weight_that_is_no_longer_the_fused_one_is_an_error(change: Any, words: str) -> None:
+    """Training would go on with the old weights, or change what nobody reads."""
+    model = Changing("")
+    optimizer = fuse(model, options_of(), loss=changing_loss)
+    train(model, optimizer, 0, 1, loss=changing_loss)
+    change(model)
+    with pytest.raises(RuntimeError, match=rf"'linear\.weight' {words}.*: attach again"):
+        optimizer.begin_step(1)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_copy_is_an_ordinary_model(pickled: bool) -> None:
+    """As weight averages are taken: it shares nothing with the fused one, and its backward is ordinary."""
+    model: Any = nn.Sequential(nn.Embedding(20, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+
+    def loss(model: nn.Module, number: int) -> Tensor:
+        return model(IDS + number).square().mean()
+
+    optimizer = fuse(model, options_of(), loss=loss)
+    train(model, optimizer, 0, 1, loss=loss)
+    if pickled:
+        torch.save(model, stored := io.BytesIO())
+        stored.seek(0)
+        twin = torch.load(stored, weights_only=False)
+    else:
+        twin = copy.deepcopy(model)
+    before = weights(model)
+    assert torch.equal(twin(IDS), model(IDS)) and type(twin[1]) is nn.LayerNorm
+    with torch.no_grad():
+        twin[1].bias += 1
+        twin[2].bias += 1
+        moved = twin[2](twin[1](twin[0](IDS)) - 1) - 1
+    torch.testing.assert_close(moved, model(IDS), rtol=0, atol=1e-5)
+    loss(twin, 0).backward()
+    assert all(param.grad is not None for param in twin.parameters())
+    assert all(torch.equal(before[name], now) for name, now in weights(model).items())
+    train(model, optimizer, 1, 2, loss=loss)
+
+
+def test_steps_are_checked() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"micro_batches": 0}, "micro_batches is 1 or more"),
+        ({"max_norm": float("nan")}, "max_norm are 0 or more"),
+        ({"accumulation": "stsh"}, "must be one of auto, stash, buffer"),
+    ]
+    for wrong, words in cases:
+        with pytest.raises(ValueError, match=words):
+            fuse(Changing(""), options_of(), loss=changing_loss, **wrong)

@@ -12,6 +12,7 @@ from torch import nn
 from titanforge.forge.coverage import Covered, cover
 from titanforge.forge.engine import ForgeOptimizer
 from titanforge.forge.hooked import Ranks
+from titanforge.forge.modules import is_fused, restore_module
 from titanforge.forge.plan import ParamPlan, Placement, Schedule, plan
 from titanforge.forge.probe import probe_readers
 from titanforge.forge.report import PlanLine
@@ -20,6 +21,8 @@ from titanforge.optim.dobb.hooks import install_hooks
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import UpdateRule
 from titanforge.optim.states import Recipe
+
+ACCUMULATIONS = ("auto", "stash", "buffer")
 
 Planner = Callable[[UpdateRule, Placement, Mapping[str, int], Schedule], ParamPlan]
 
@@ -39,6 +42,14 @@ class Steps:
     max_norm: float = 0.0
     undo: bool = False
     keep_logits: bool = False
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1 or self.tokens < 0 or not self.max_norm >= 0:
+            raise ValueError(f"micro_batches is 1 or more, tokens and max_norm are 0 or more, not {self}")
+        if self.accumulation not in ACCUMULATIONS:
+            raise ValueError(
+                f'forge.accumulation = "{self.accumulation}": must be one of {", ".join(ACCUMULATIONS)}'
+            )
 
 
 def attach(
@@ -64,6 +75,7 @@ def attach(
     seed: of stochastic rounding.
     ranks: how ranks share the model; None: there is one.
     update_in_backward: as of `ForgeOptimizer`.
+    A model that was attached before is taken over: the former optimizer says so at its next step.
     Raises ValueError for several ranks that it was not told about, and for an axis that fusion lacks.
     """
     if ranks is None:
@@ -75,6 +87,9 @@ def attach(
         ranks = Ranks()
     steps, recipe = steps or Steps(), recipe or Recipe()
     _check_axes(ranks)
+    for module in model.modules():
+        if is_fused(module):
+            restore_module(module)
     captured = install_hooks(model, groups)
     covered = cover(model, None if ranks.several else probe_readers(model, probe))
     plans = _plan_weights(groups, recipe, covered, steps, planner, ranks)

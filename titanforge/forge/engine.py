@@ -18,7 +18,7 @@ from titanforge.forge.clip import LaggedClip
 from titanforge.forge.coverage import Covered
 from titanforge.forge.head import HeadSink
 from titanforge.forge.hooked import ArrivalQueue, HookedSink, Ranks, consume, total_square
-from titanforge.forge.modules import fuse_module, restore_module
+from titanforge.forge.modules import FusedRead, fuse_module, restore_module
 from titanforge.forge.ops import register_sink
 from titanforge.forge.plan import Kind, ParamPlan
 from titanforge.forge.report import PlanLine, plan_report
@@ -79,6 +79,7 @@ class ForgeOptimizer(RuleOptimizer):
         self._queue = ArrivalQueue()
         self._hooks: list[RemovableHandle] = []
         self._modules: list[nn.Module] = []
+        self._read: list[FusedRead] = []
         self._updates = WeightUpdates(self._clock, self.capture, update_in_backward)
         self._fuse(covered, keep_logits)
 
@@ -113,6 +114,11 @@ class ForgeOptimizer(RuleOptimizer):
                 for module, kind in owner.readers():
                     _, kinds, handles = fused.setdefault(id(module), (module, {}, {}))
                     kinds[owner.attribute], handles[owner.attribute] = kind, handle
+                    self._read.append(
+                        FusedRead(
+                            entry.name, module, owner.attribute, owner.param, owner.param.data_ptr(), handle
+                        )
+                    )
                     if param_plan.join == "stash":
                         stashing.add(id(module))
         for module, kinds, handles in fused.values():
@@ -145,6 +151,7 @@ class ForgeOptimizer(RuleOptimizer):
         for hook in self._hooks:
             hook.remove()
         self._modules.clear()
+        self._read.clear()
         self._sinks.clear()
         self._by_param.clear()
 
@@ -169,12 +176,18 @@ class ForgeOptimizer(RuleOptimizer):
     # ---------------------------------------------------------------- a step
 
     def begin_step(self, num_micro_batches: int) -> None:
-        """Host side of a step: upload what changed. Before each replay of a captured step too."""
+        """Host side of a step: upload what changed. Before each replay of a captured step too.
+
+        Raises ValueError for another number of micro-batches than planned, RuntimeError where the model's
+        fused weights are not those that were attached.
+        """
         if num_micro_batches != self._micro_batches:
             raise ValueError(
                 f"the plan is for {self._micro_batches} micro-batches a step, not {num_micro_batches}: "
                 "attach again"
             )
+        for read in self._read:
+            read.check()
         super().begin_step(num_micro_batches)
         self.prepare_step()
         self._clock.index = -1

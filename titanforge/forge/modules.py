@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,38 @@ def fuse_module(
     module.__class__ = _fused_class(type(module), kinds.get("weight"), vectors, experts)
 
 
+@dataclass(frozen=True)
+class FusedRead:
+    """A fused weight as its module's forward reads it: by a tensor of its own on the parameter's memory."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    param: nn.Parameter
+    address: int
+    handle: Tensor
+
+    def check(self) -> None:
+        """Raises RuntimeError if the module has another weight by now, or another optimizer."""
+        param = self.module._parameters.get(self.attribute)
+        if param is not self.param or param.data_ptr() != self.address:
+            what = (
+                "moved or was replaced after the optimizer was attached (load_state_dict with assign = True?)"
+            )
+        elif not param.requires_grad:
+            what = "was frozen after the optimizer was attached"
+        elif vars(self.module).get(f"_forge_{self.attribute}") is not self.handle:
+            what = "has another optimizer by now, which was attached later"
+        else:
+            return
+        raise RuntimeError(f"the fused weight {self.name!r} {what}: attach again")
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether `fuse_module` was here."""
+    return any(name.startswith("_forge_") for name in vars(module))
+
+
 def restore_module(module: nn.Module) -> None:
     """Undo `fuse_module`."""
     module.__class__ = type(module).__bases__[0]
@@ -50,7 +83,7 @@ def restore_module(module: nn.Module) -> None:
 def _fused_class(
     base: type[nn.Module], kind: Kind | None, vectors: tuple[str, ...], experts: tuple[str, ...]
 ) -> type[nn.Module]:
-    members: dict[str, Any] = {"__module__": base.__module__}
+    members: dict[str, Any] = {"__module__": base.__module__, "__reduce_ex__": _reduced(base)}
     members |= {attribute: _tapped(attribute) for attribute in vectors}
     if kind == "linear":
         members["forward"] = _linear_forward(base)
@@ -61,6 +94,19 @@ def _fused_class(
     if experts:
         members["product"] = _grouped_product(base, experts)
     return type(base.__name__, (base,), members)
+
+
+def _reduced(base: type[nn.Module]):
+    """For copies (of averaged weights, say) and pickles: ordinary modules, which no backward changes."""
+
+    def reduced(self: nn.Module, _protocol: int) -> tuple[Any, ...]:
+        return _new, (base,), {name: it for name, it in vars(self).items() if not name.startswith("_forge_")}
+
+    return reduced
+
+
+def _new(base: type[nn.Module]) -> nn.Module:
+    return base.__new__(base)
 
 
 def _tapped(attribute: str) -> property:

@@ -1,20 +1,24 @@
-"""A run's parts from its configuration alone, as training, dry runs and scripts need them alike."""
+"""A run's parts from its configuration and mesh, as training, dry runs and scripts need them alike."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from titanforge.config import JobConfig
+from titanforge.data import SourceSpec, Tokenizer, TrainLoader, build_train_loader
 from titanforge.forge import Steps
 from titanforge.layout import DTYPES, longest_sequence, model_overrides
 from titanforge.models.huggingface import HuggingFaceForm, form_of
 from titanforge.models.registry import build_model
+from titanforge.optim import DataLinks
 from titanforge.parallelisms import ParallelDims
 from titanforge.parallelisms.mesh import AXES
+from titanforge.sync import CommLedger
 
 
 def batch_of_step(config: JobConfig, data_parallel: int) -> tuple[int, int]:
@@ -83,3 +87,57 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(previous)
+
+
+def build_loader(
+    config: JobConfig,
+    tokenizer: Tokenizer,
+    global_batch: int,
+    dp_rank: int,
+    dp_world: int,
+    seed: int,
+    device: torch.device,
+) -> TrainLoader:
+    """This rank's share of the training data, as `[training]` and `[data]` say."""
+    training, data, loader = config.training, config.data, config.training.dataloader
+    return build_train_loader(
+        dataset=training.dataset,
+        dataset_path=training.dataset_path,
+        text_key=data.text_key,
+        subset=data.subset,
+        split=data.split,
+        sources=[SourceSpec(**vars(source)) for source in data.sources],
+        shuffle_window=data.shuffle_window,
+        tokenizer=tokenizer,
+        seq_len=training.seq_len,
+        local_batch_size=training.local_batch_size,
+        global_batch_size=global_batch,
+        dp_rank=dp_rank,
+        dp_world=dp_world,
+        seed=seed,
+        num_streams=data.num_streams,
+        shuffle=data.shuffle,
+        repeat=data.repeat,
+        document_mask=data.document_mask,
+        validation_fraction=data.validation_fraction,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory and device.type == "cuda",
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+def data_links(dims: ParallelDims, ledger: CommLedger) -> DataLinks:
+    """How the optimizer reaches the ranks that see other data."""
+    shards, replicas = dims.get_group("dp_shard_cp"), dims.get_group("dp_replicate")
+    what = {"purpose": "second moments"}
+    scatter = partial(ledger.reduce_scatter, group=shards, axis="dp_shard", **what)
+    reduce = partial(ledger.all_reduce, group=replicas, axis="dp_replicate", **what)
+    return DataLinks(
+        shards=dims.degree("dp_shard_cp"),
+        shard=dims.get_mesh("dp_shard_cp").get_local_rank(),
+        replicas=dims.dp_replicate,
+        reduce_scatter=None if shards is None else scatter,
+        all_reduce=None if replicas is None else reduce,
+        record=partial(ledger.record, "dp_shard" if dims.tp == 1 else "dp_shard x tp"),
+    )

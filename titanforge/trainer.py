@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from torch.distributed import ProcessGroup
 
 from titanforge.assembly import (
     batch_of_step,
+    build_loader,
     build_meta_model,
+    data_links,
     forge_steps,
     huggingface_form,
     mesh_sizes,
@@ -29,16 +30,17 @@ from titanforge.assembly import (
 from titanforge.captured import CapturedStep, CudaGraph, StaticBatches
 from titanforge.checkpoint import CheckpointError, CheckpointManager
 from titanforge.config import ConfigError, JobConfig, to_flat_dict, to_toml
-from titanforge.data import IGNORED, Batch, SourceSpec, build_tokenizer, build_train_loader, merge_states
+from titanforge.data import IGNORED, Batch, build_tokenizer, merge_states
 from titanforge.evaluation import Validator
+from titanforge.finite import FiniteGuard
 from titanforge.forge import Ranks, build_forge_optimizer
 from titanforge.garbage import GarbageCollector
-from titanforge.interruption import Interrupted, NonFiniteLoss, StopSignal
+from titanforge.interruption import Interrupted, StopSignal
 from titanforge.kernels.forms import select_form
 from titanforge.layout import build_dims, check_model, parallelize
 from titanforge.metrics import MetricsLogger, Profiler
 from titanforge.models.initialization import initialize_weights
-from titanforge.optim import DataLinks, build_groups, build_optimizer, lr_factor
+from titanforge.optim import build_groups, build_optimizer, lr_factor
 from titanforge.parallelisms import clip_factor, init_distributed, set_determinism, set_is_last_micro_batch
 from titanforge.report import announce, summarize
 from titanforge.run_folder import FolderLock, save_config
@@ -94,12 +96,15 @@ class Trainer:
         )
 
         self.tokenizer = build_tokenizer(config.data.tokenizer, config.model.hf_assets_path)
-        self.micro_batches, self.loader = self._build_loader()
+        global_batch, self.micro_batches = batch_of_step(config, self.dp_world)
+        self.loader = build_loader(
+            config, self.tokenizer, global_batch, self.dp_rank, self.dp_world, self.seed, self.device
+        )
         self.ledger = CommLedger()
         self.model, self.model_args = self._build_model()
         self.optimizer = self._build_optimizer()
         self.runtime.record = self.ledger.record
-        self.optimizer.connect(self._data_links())
+        self.optimizer.connect(data_links(self.dims, self.ledger))
         self.sync = self._owned(build_sync_policy(config.sync))
         self.sync.attach(self.model, self._replication(), self.ledger, self.optimizer)
         self.checkpointer = self._owned(
@@ -118,8 +123,8 @@ class Trainer:
         self.tokens_seen = 0  # target tokens that a loss was taken on, over all ranks
         self.runtime.where = self._where
         self.source_tokens: dict[str, int] = {}  # of a mix: tokens read of each source, over all ranks
-        self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._first_nonfinite = torch.full((), -1, dtype=torch.int64, device=self.device)
+        stops = config.training.nonfinite_loss == "stop"
+        self.finite = FiniteGuard(stops, config.forge.enable, self.device)
         # What a step's device work reads of the host: tensors, since a captured step would keep numbers as
         # they were.
         self._divisor = torch.ones((), dtype=torch.float32, device=self.device)
@@ -162,35 +167,6 @@ class Trainer:
         refusal = self.runtime.all_gather_object(refusal)[0]
         if refusal is not None:
             raise ConfigError(refusal if refusal.startswith("job.") else f"job.dump_folder: {refusal}")
-
-    def _build_loader(self):
-        training, data, loader = self.config.training, self.config.data, self.config.training.dataloader
-        global_batch, micro_batches = batch_of_step(self.config, self.dp_world)
-        return micro_batches, build_train_loader(
-            dataset=training.dataset,
-            dataset_path=training.dataset_path,
-            text_key=data.text_key,
-            subset=data.subset,
-            split=data.split,
-            sources=[SourceSpec(**vars(source)) for source in data.sources],
-            shuffle_window=data.shuffle_window,
-            tokenizer=self.tokenizer,
-            seq_len=training.seq_len,
-            local_batch_size=training.local_batch_size,
-            global_batch_size=global_batch,
-            dp_rank=self.dp_rank,
-            dp_world=self.dp_world,
-            seed=self.seed,
-            num_streams=data.num_streams,
-            shuffle=data.shuffle,
-            repeat=data.repeat,
-            document_mask=data.document_mask,
-            validation_fraction=data.validation_fraction,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory and self.device.type == "cuda",
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-        )
 
     def _build_model(self):
         config = self.config
@@ -241,21 +217,6 @@ class Trainer:
             ready=lambda: self.optimizer.capturable,
             before_capture=self.optimizer.zero_grad,
             around_capture=self.metrics.pause,
-        )
-
-    def _data_links(self) -> DataLinks:
-        """How the optimizer reaches the ranks that see other data."""
-        shards, replicas = self.dims.get_group("dp_shard_cp"), self.dims.get_group("dp_replicate")
-        what, ledger = {"purpose": "second moments"}, self.ledger
-        scatter = partial(ledger.reduce_scatter, group=shards, axis="dp_shard", **what)
-        reduce = partial(ledger.all_reduce, group=replicas, axis="dp_replicate", **what)
-        return DataLinks(
-            shards=self.dims.degree("dp_shard_cp"),
-            shard=self.dims.get_mesh("dp_shard_cp").get_local_rank(),
-            replicas=self.dims.dp_replicate,
-            reduce_scatter=None if shards is None else scatter,
-            all_reduce=None if replicas is None else reduce,
-            record=partial(ledger.record, "dp_shard" if self.dims.tp == 1 else "dp_shard x tp"),
         )
 
     # ---------------------------------------------------------------- the loop
@@ -328,7 +289,7 @@ class Trainer:
             **{f"source_tokens/{name}": count for name, count in self.source_tokens.items()},
             **(self.model.metrics() | self.sync.metrics() if self.metrics.due(self.step) else {}),
             **self.optimizer.metrics(),
-            **({"skipped_steps": self._nonfinite_steps} if config.training.nonfinite_loss == "skip" else {}),
+            **({"skipped_steps": self.finite.steps} if config.training.nonfinite_loss == "skip" else {}),
         )
         if self.metrics.due(self.step):
             self._stop_if_nonfinite()
@@ -341,7 +302,7 @@ class Trainer:
         self.sync.reduce_gradients()
         grad_norm, scale = self.optimizer.clip(self._clip_factor)
         loss, grad_norm = self._over_ranks(loss, grad_norm)
-        apply_flag = self._check_finite(loss, grad_norm)
+        apply_flag = self.finite.check(loss, grad_norm, self._step_number)
         if self.captured is None:
             self.sync.step(self.optimizer, apply_flag, scale)
         else:  # its host side is done
@@ -366,7 +327,7 @@ class Trainer:
             # need no further division, however the padding is spread.
             share = loss_sum / self._divisor
             # Fused weights change during backward, so it must be known by now whether they may.
-            self.optimizer.before_backward(index, self._may_apply(share.detach()))
+            self.optimizer.before_backward(index, self.finite.may_apply(share.detach()))
             share.backward()
             loss += loss_sum.detach() / self._valid_tokens
         return loss
@@ -462,37 +423,10 @@ class Trainer:
         axis = next((axis for axis in axes if group is self.dims.get_group(axis)), "dp_shard")
         self.ledger.all_reduce(square, group, axis=axis, purpose="grad_norm")
 
-    def _may_apply(self, loss: torch.Tensor) -> torch.Tensor:
-        """Device flag before the backward of ``loss``, 1 to apply its gradient."""
-        finite = torch.isfinite(loss)
-        if self.config.training.nonfinite_loss == "stop":
-            finite &= self._first_nonfinite < 0
-        return finite
-
-    def _check_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> torch.Tensor:
-        """Device flag, 1 to apply the step: equal on all ranks because loss and norm are already reduced."""
-        finite = torch.isfinite(loss)
-        if grad_norm is not None:
-            finite &= torch.isfinite(grad_norm)
-        self._nonfinite_steps += ~finite
-        first = torch.where(finite, self._first_nonfinite, self._step_number)
-        self._first_nonfinite.copy_(torch.where(self._first_nonfinite < 0, first, self._first_nonfinite))
-        if self.config.training.nonfinite_loss == "stop":
-            # Sticky: nothing after the bad step is applied either, however late the host looks.
-            finite = self._first_nonfinite < 0
-        return finite.to(torch.float32)
-
     def _stop_if_nonfinite(self) -> None:
-        count = int(self._nonfinite_steps)
-        forge = self.config.forge.enable
-        if count and self.config.training.nonfinite_loss == "stop":
+        if (failure := self.finite.failure()) is not None:
             self.checkpointer.maybe_wait()
-            raise NonFiniteLoss(
-                f"the loss or gradient of step {int(self._first_nonfinite)} is not finite. No weight was "
-                f"changed by it{' but fused ones whose own gradient was finite' * forge}. Resume from the "
-                "last checkpoint with a lower optimizer.lr or another "
-                'debug.seed, or set training.nonfinite_loss = "skip" to leave such steps out.'
-            )
+            raise failure
 
     # ---------------------------------------------------------------- saving and ending
 

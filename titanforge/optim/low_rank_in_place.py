@@ -98,14 +98,12 @@ def _feeds_back(batch: Batch, rule: LowRankRule) -> bool:
 
 def _momenta(batch: Batch, rows: int, columns: int) -> list[Tensor]:
     """bf16 planes [matrices, rows, columns] whose sum is the momenta, high first."""
-    high = in_place.stacked(batch)
-    planes = [high]
-    values = [item.states[0].values for item in batch]
-    if any(value.dtype != torch.bfloat16 for value in values):
-        low = torch.empty_like(high)
-        for row, top, item in zip(low, high, batch):
-            row.copy_(decode(item.states[0]).float() - top)
-        planes.append(low)
+    if all(item.states[0].values.dtype == torch.bfloat16 for item in batch):
+        planes = [in_place.stacked(batch)]
+    else:
+        whole = torch.stack([decode(item.states[0]).float() for item in batch])
+        high = whole.to(torch.bfloat16)
+        planes = [high, whole.sub_(high).to(torch.bfloat16)]
     return [plane.view(-1, rows, columns) for plane in planes]
 
 

@@ -12,6 +12,7 @@ from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, runs_tri
 from titanforge.kernels.cholesky_qr_kernel import (
     advance_kernel,
     gram_kernel,
+    invert_kernel,
     product_kernel,
     scale_kernel,
     solve_kernel,
@@ -26,6 +27,7 @@ class CholeskyConfig:
     """tile: edge of the tiles. block_k: columns summed at a step. rows: of a solve's program. The rest: warps
     of each kernel, and stages of all.
 
+    invert_warps: of a launch of its own for the diagonal tiles; 0: they go with the updates of other tiles.
     lean: for bf16 bases, two thirds of the products. Whatever triangle the first pass divides by, the second
     one makes up for, so its solve takes the triangle's high plane. What it leaves is near orthonormal: the
     high plane of that is what the second pass orthonormalises, by a triangle near the identity. A basis is
@@ -40,6 +42,7 @@ class CholeskyConfig:
     factor_warps: int = 8
     solve_warps: int = 8
     stages: int = 3
+    invert_warps: int = 0
     lean: bool = False
 
 
@@ -125,10 +128,16 @@ def _triton_refresh(c: Tensor, u: Tensor, omega: float, failed: Tensor, config: 
         for panel in range(panels):
             below = panels - panel - 1
             tasks = 1 if panel == 0 or not below else below + 2
-            advance_kernel[(count, tasks)](
-                gram, factor, inverse, failed, d_low, padded, panel, panels,
-                SPLIT=both, PRECISION=PRECISION, **factor_options,
-            )  # fmt: skip
+            if panel or not config.invert_warps:  # the first panel lacks nothing
+                advance_kernel[(count, tasks)](
+                    gram, factor, inverse, failed, d_low, padded, panel, panels,
+                    SPLIT=both, INVERT=not config.invert_warps, PRECISION=PRECISION, **factor_options,
+                )  # fmt: skip
+            if config.invert_warps:
+                invert_kernel[(count,)](
+                    gram, inverse, failed, d_low, padded, panel, panels,
+                    TILE=tile, PRECISION=PRECISION, num_warps=config.invert_warps, **LAUNCH_OPTIONS,
+                )  # fmt: skip
             if below:
                 scale_kernel[(count, below)](
                     gram, factor, inverse, d_low, padded, panel, panels, **factor_options

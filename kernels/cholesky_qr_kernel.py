@@ -223,12 +223,13 @@ def _invert_tile(tile_ptr, P, d_ptr, d_low, TILE: tl.constexpr, PRECISION: tl.co
 @jit(unspecialized=("panel",))
 def advance_kernel(
     gram_ptr, l_ptr, d_ptr, failed_ptr, d_low, P, panel, panels,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-    TO_FP32: tl.constexpr,
+    SPLIT: tl.constexpr, INVERT: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 of a matrix: the inverse factor of the diagonal tile, which lacks the last panel's part
-    alone. The next ones: A[i, panel] -= sum over p < panel of L[i, p] L[panel, p]^T, i > panel. The last one:
-    the same of the next diagonal tile, without its last part. Grid: N, and these.
+    """Program 0 of a matrix: the inverse factor of the diagonal tile, which lacks the last panel's part alone
+    (without INVERT that part alone: `invert_kernel` follows). The next ones: A[i, panel] -= sum over p <
+    panel of L[i, p] L[panel, p]^T, i > panel. The last one: the same of the next diagonal tile, without its
+    last part. Grid: N, and these.
     """
     batch, task = tl.program_id(0).to(tl.int64), tl.program_id(1)
     gram_base, l_base = gram_ptr + batch * P * P, l_ptr + batch * P * P * 2
@@ -245,12 +246,29 @@ def advance_kernel(
         l_rows, BLOCK_K, l_columns, P, first, panel * TILE, TILE, TILE, BLOCK_K, True, SPLIT, SPLIT, TO_FP32
     )
     tl.store(out, tl.load(out) - total)
-    if task == 0:
-        tl.debug_barrier()  # the tile is read in quarters, by other threads than wrote it
-        tile = gram_base + panel * TILE * P + panel * TILE
-        bad = _invert_tile(tile, P, d_ptr + (batch * panels + panel) * TILE * TILE, d_low, TILE, PRECISION)
-        if bad != 0:
-            tl.store(failed_ptr + batch, 1)
+    if INVERT:  # noqa: SIM102 (known to the compiler)
+        if task == 0:
+            tl.debug_barrier()  # the tile is read in quarters, by other threads than wrote it
+            tile = gram_base + panel * TILE * P + panel * TILE
+            own = d_ptr + (batch * panels + panel) * TILE * TILE
+            if _invert_tile(tile, P, own, d_low, TILE, PRECISION) != 0:
+                tl.store(failed_ptr + batch, 1)
+
+
+@jit(unspecialized=("panel",))
+def invert_kernel(
+    gram_ptr, d_ptr, failed_ptr, d_low, P, panel, panels, TILE: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """The inverse factor of one diagonal tile of each matrix, which is up to date. Grid: N.
+
+    Its steps follow one another and wait for barriers: programs of few warps, many to a multiprocessor, suit
+    it where there are many matrices; beside the updates of other tiles it costs less where there are few.
+    """
+    batch = tl.program_id(0).to(tl.int64)
+    tile = gram_ptr + batch * P * P + panel * TILE * P + panel * TILE
+    own = d_ptr + (batch * panels + panel) * TILE * TILE
+    if _invert_tile(tile, P, own, d_low, TILE, PRECISION) != 0:
+        tl.store(failed_ptr + batch, 1)
 
 
 @jit(unspecialized=("panel",))

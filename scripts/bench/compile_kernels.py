@@ -34,6 +34,7 @@ from titanforge.kernels.cholesky_qr import PRECISION, CholeskyConfig
 from titanforge.kernels.cholesky_qr_kernel import (
     advance_kernel,
     gram_kernel,
+    invert_kernel,
     product_kernel,
     scale_kernel,
     solve_kernel,
@@ -188,14 +189,14 @@ def matrix_jobs() -> list[tuple[str, Any, Specialisation]]:
     }  # fmt: skip
     # Both planes of everything; then those of a second lean pass, and of the first one's solve.
     planes = {
-        "": {"SPLIT": True, "Q_SPLIT": True, "L_SPLIT": True},
-        "/lean": {"SPLIT": False, "Q_SPLIT": False, "L_SPLIT": False},
-        "/first": {"SPLIT": True, "Q_SPLIT": True, "L_SPLIT": False},
+        "": {"SPLIT": True, "Q_SPLIT": True, "L_SPLIT": True, "INVERT": True},
+        "/lean": {"SPLIT": False, "Q_SPLIT": False, "L_SPLIT": False, "INVERT": False},
+        "/first": {"SPLIT": True, "Q_SPLIT": True, "L_SPLIT": False, "INVERT": True},
     }
     warps = (
         (product_kernel, tiles.product_warps), (gram_kernel, tiles.gram_warps),
         (advance_kernel, tiles.factor_warps), (scale_kernel, tiles.factor_warps),
-        (solve_kernel, tiles.solve_warps),
+        (solve_kernel, tiles.solve_warps), (invert_kernel, 2),
     )  # fmt: skip
     listed: list[tuple[str, Any, Specialisation]] = [
         (f"cholesky_qr/{kernel.fn.__name__}{form}", kernel, ({**pointers, **numbers, "omega": "fp32"},

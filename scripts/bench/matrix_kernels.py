@@ -238,23 +238,27 @@ def refresh(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
             best = one
             base = config_for(width)
             narrow = replace(base, rows=64, solve_warps=4)
-            others = [narrow, replace(base, lean=True), replace(narrow, lean=True)]
+            others = [replace(base, lean=True), replace(base, invert_warps=2)]
+            others += [replace(base, lean=True, invert_warps=2), replace(narrow, lean=True, invert_warps=2)]
             if args.refresh_variants:
                 others += [
-                    replace(base, gram_warps=8),
-                    replace(base, factor_warps=4),
-                    replace(narrow, lean=True, factor_warps=4),
-                    replace(narrow, lean=True, block_k=64),
-                    replace(narrow, lean=True, block_k=64, gram_warps=8),
-                    replace(narrow, lean=True, solve_warps=8),
-                    replace(base, lean=True, block_k=64, stages=4),
+                    narrow,
+                    replace(base, lean=True, gram_warps=8),
+                    replace(base, lean=True, factor_warps=4),
+                    replace(base, lean=True, invert_warps=1),
+                    replace(base, lean=True, invert_warps=4),
+                    replace(narrow, lean=True, invert_warps=2, factor_warps=4),
+                    replace(narrow, lean=True, invert_warps=2, block_k=64),
+                    replace(base, lean=True, invert_warps=2, block_k=64, stages=4),
                 ]
-                split_of_kernels(lambda c=c, u=u: cholesky_qr_refresh(c, u, OMEGA), f"{count} x {width}")
-                split_of_kernels(
-                    lambda c=c, u=u, o=others[2]: cholesky_qr_refresh(c, u, OMEGA, o),
-                    f"{count} x {width}, {others[2]}",
-                )
-            for other in others if on_gpu and left() > (15 if args.refresh_variants else 110) else []:
+                for form in (base, others[2]):
+                    split_of_kernels(
+                        lambda c=c, u=u, o=form: cholesky_qr_refresh(c, u, OMEGA, o),
+                        f"{count} x {width}, {form}",
+                    )
+            for other in others if on_gpu and left() > (15 if args.refresh_variants else 50) else []:
+                if left() < 15:
+                    break
                 try:
                     took = measured([lambda c=c, u=u, o=other: cholesky_qr_refresh(c, u, OMEGA, o)], True)
                 except Exception as error:  # does not fit this card

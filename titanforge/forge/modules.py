@@ -53,15 +53,13 @@ class FusedRead:
 
     def check(self) -> None:
         """Raises RuntimeError if the module has another weight by now, or another optimizer."""
-        param = self.module._parameters.get(self.attribute)
-        if param is not self.param or param.data_ptr() != self.address:
-            what = (
-                "moved or was replaced after the optimizer was attached (load_state_dict with assign = True?)"
-            )
+        param, held = self.param, self.module._parameters.get(self.attribute)
+        if held is not param or param.data_ptr() != self.address:
+            what = "moved or was replaced (load_state_dict with assign = True?) after it was attached"
         elif not param.requires_grad:
-            what = "was frozen after the optimizer was attached"
-        elif vars(self.module).get(f"_forge_{self.attribute}") is not self.handle:
-            what = "has another optimizer by now, which was attached later"
+            what = "was frozen after it was attached"
+        elif self.module.__dict__.get("_forge_" + self.attribute) is not self.handle:
+            what = "has another optimizer by now"
         else:
             return
         raise RuntimeError(f"the fused weight {self.name!r} {what}: attach again")

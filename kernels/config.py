@@ -161,9 +161,8 @@ def choose_config(
             return tuned[key]
     form = form or form_for(tokens, device)
     if form == PINGPONG:
-        # Where decoding and encoding take longer than moving the bytes, both warpgroups may update at a time.
-        coded = "int8" in codecs or "fp8" in codecs
-        return replace(_PINGPONG, group=8 if k > _WIDE_ROWS else 1, overlap=coded)
+        # int8's codes take longer than moving the bytes: there both warpgroups may update at a time.
+        return replace(_PINGPONG, group=8 if k > _WIDE_ROWS else 1, overlap="int8" in codecs)
     if form == COOPERATIVE:
         return _COOPERATIVE
     if dtype == torch.float32:

@@ -91,6 +91,9 @@ def form_for(tokens: int, device: torch.device) -> str:
 AUTO_FORMS: tuple[str, ...] = (PINGPONG, COOPERATIVE)
 """Forms that `auto` takes: those that were measured, bit for bit and in time, on such a card. The autotuner
 and a name in `forge.kernel` choose from all."""
+AUTO_EXPERTS: tuple[str, ...] = ()
+"""Of those, the ones that `auto` takes for experts' weights. None as yet: pp2 runs them by name, and no card
+has shown its bits and times for them."""
 AUTO_TRITON = ("3.6",)
 """Releases of Triton that those forms were measured with. Gluon is Triton's experimental language: with
 another one a kernel may wait for ever, which a user must have asked for."""

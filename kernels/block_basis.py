@@ -14,6 +14,7 @@ known one tells the compiler how many bytes it may load at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,18 +106,19 @@ def rebuild_update_kernel(
         u_ptr += block.to(tl.int64) * w * w
         rows, columns = _tile_of(w, ROWS, COLUMNS)
         sign_rows = sign_ptr + (weight * m + rows)[:, None] * n + block * w
-        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for start in range(0, w, BLOCK_K):
-            steps = start + tl.arange(0, BLOCK_K)
-            inside = (rows < m)[:, None] & (steps < w)[None, :]
-            sign = tl.load(sign_rows + steps[None, :], inside, other=0.0)
-            u_inside = (columns < w)[:, None] & (steps < w)[None, :]
-            u = tl.load(u_ptr + columns[:, None] * w + steps[None, :], u_inside, other=0.0)
-            total = _dot(sign, tl.trans(u), total, TO_FP32)
         inside = (rows < m)[:, None] & (columns < w)[None, :]
         places = rows.to(tl.int64)[:, None] * n + (block * w + columns)[None, :]
         lr, decay = tl.load(h_ptr + 1), tl.load(h_ptr + 2)
-        old = tl.load(w_ptr + places, inside, other=0.0).to(tl.float32)
+        old = tl.load(w_ptr + places, inside, other=0.0)  # arrives while the products run
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, w, BLOCK_K):
+            steps = start + tl.arange(0, BLOCK_K)
+            sign_inside = (rows < m)[:, None] & (steps < w)[None, :]
+            sign = tl.load(sign_rows + steps[None, :], sign_inside, other=0.0)
+            u_inside = (columns < w)[:, None] & (steps < w)[None, :]
+            u = tl.load(u_ptr + columns[:, None] * w + steps[None, :], u_inside, other=0.0)
+            total = _dot(sign, tl.trans(u), total, TO_FP32)
+        old = old.to(tl.float32)
         moved = (old - (lr * decay) * old) - lr * (scale * total)
         tl.store(w_ptr + places, moved.to(W_TYPE), inside)
         if COPY:
@@ -155,6 +157,7 @@ def sign_update_kernel(
             inside = (rows < m)[:, None] & (columns < w)[None, :]
             places = rows.to(tl.int64)[:, None] * n + (block * w + columns)[None, :]
             value = tl.load(m_ptr + places, inside, other=0.0)
+            old = tl.load(w_ptr + places, inside, other=0.0)  # arrives while the products run
             high = value.to(tl.bfloat16)
             total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
             if M_SPLIT:
@@ -163,11 +166,28 @@ def sign_update_kernel(
             total = _dot(high, u, total, TO_FP32)
             sign = tl.where(total > 0, 1.0, tl.where(total < 0, -1.0, 0.0)).to(tl.bfloat16)
             total = _dot(sign, tl.trans(u), tl.zeros((ROWS, WIDTH), dtype=tl.float32), TO_FP32)
-            old = tl.load(w_ptr + places, inside, other=0.0).to(tl.float32)
+            old = old.to(tl.float32)
             moved = (old - (lr * decay) * old) - lr * (scale * total)
             tl.store(w_ptr + places, moved.to(W_TYPE), inside)
             if COPY:
                 tl.store(copy_ptr + places, moved.to(COPY_TYPE), inside)
+
+
+@dataclass(frozen=True)
+class SignConfig:
+    """Launches of `SignUpdates`. For blocks up to `WHOLE_BLOCK`: rows of a tile, tiles of a program, warps,
+    stages, and the most registers of a thread (None: what the compiler takes; 128 lets two programs of eight
+    warps share a multiprocessor). wide_*: for wider blocks, of the second launch's threads likewise.
+    """
+
+    rows: int = 64
+    tiles: int = 4
+    warps: int = 8
+    stages: int = 2
+    registers: int | None = None
+    wide_warps: int = 8
+    wide_stages: int = 3
+    wide_registers: int | None = None
 
 
 class SignUpdates:
@@ -183,7 +203,9 @@ class SignUpdates:
         bases: Sequence[Tensor],
         weights: Sequence[Tensor],
         copies: Sequence[Tensor | None],
+        config: SignConfig | None = None,
     ) -> None:
+        self._config = config or SignConfig()
         self._tensors = momenta, bases, weights, copies
         copy = copies[0]
         self._table = address_table(list(zip(momenta, bases, weights, copies)), weights[0].device)
@@ -202,23 +224,31 @@ class SignUpdates:
         """In place; nothing changes where hyper[0] is 0. scale: s / sqrt(m) of the rule."""
         _, bases, weights, _ = self._tensors
         (m, n), w, count, table = weights[0].shape, bases[0].shape[-1], len(weights), self._table
-        options: dict[str, Any] = {
-            "ALIGNED": self._aligned, "TO_FP32": INTERPRET, "num_warps": 8, **LAUNCH_OPTIONS
-        }  # fmt: skip
+        options: dict[str, Any] = {"ALIGNED": self._aligned, "TO_FP32": INTERPRET, **LAUNCH_OPTIONS}
+        config = self._config
         if w <= WHOLE_BLOCK:
-            rows, tiles = (16, 2) if INTERPRET else (64, 4)
+            rows, tiles = (16, 2) if INTERPRET else (config.rows, config.tiles)
             sign_update_kernel[(cdiv(m, rows * tiles), n // w, count)](
                 table, hyper, scale, m, n, w,
-                ROWS=rows, TILES=tiles, WIDTH=max(16, next_power_of_2(w)), num_stages=2,
-                **self._read, **self._written, **options,
+                ROWS=rows, TILES=tiles, WIDTH=max(16, next_power_of_2(w)), num_warps=config.warps,
+                num_stages=config.stages, **_most(config.registers), **self._read, **self._written, **options,
             )  # fmt: skip
             return
         rows, columns, block_k = (32, 16, 16) if INTERPRET else (128, 128, 64)
-        options |= {"ROWS": rows, "COLUMNS": columns, "BLOCK_K": block_k, "num_stages": 3}
+        options |= {
+            "ROWS": rows, "COLUMNS": columns, "BLOCK_K": block_k, "num_warps": config.wide_warps,
+            "num_stages": config.wide_stages,
+        }  # fmt: skip
         grid = (cdiv(m, rows) * cdiv(w, columns), n // w, count)
         signs = torch.empty(count, m, n, dtype=torch.bfloat16, device=weights[0].device)
         sign_coefficients_kernel[grid](table, signs, m, n, w, **self._read, **options)
-        rebuild_update_kernel[grid](table, signs, hyper, scale, m, n, w, **self._written, **options)
+        rebuild_update_kernel[grid](
+            table, signs, hyper, scale, m, n, w, **_most(config.wide_registers), **self._written, **options
+        )
+
+
+def _most(registers: int | None) -> dict[str, Any]:
+    return {} if registers is None or INTERPRET else {"maxnreg": registers}
 
 
 def sign_updates(

@@ -23,7 +23,7 @@ import torch
 
 from scripts.bench.harness import machine_facts, markdown_table
 from scripts.bench.matrix_fused import fused
-from scripts.bench.matrix_kernels import correctness, refresh, symmetric
+from scripts.bench.matrix_kernels import correctness, refresh, signs, symmetric
 from scripts.bench.matrix_steps import capture, optimizer_calls, side_stream
 
 PARTS: dict[str, Callable[[argparse.Namespace, Callable[[], float]], list[dict[str, Any]]]] = {
@@ -33,6 +33,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Callable[[], float]], list[dict[s
     "capture": capture,
     "side_stream": side_stream,
     "symmetric": symmetric,
+    "signs": signs,
     "fused": fused,
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanforge.kernels.block_basis import sign_updates
+from titanforge.kernels.block_basis import WHOLE_BLOCK, SignConfig, SignUpdates, sign_updates
 from titanforge.kernels.cholesky_qr import cholesky_qr_refresh, config_for, reference_refresh
 from titanforge.kernels.codecs import as_encoded
 from titanforge.kernels.newton_schulz import newton_schulz_iterations, reference_iterations
@@ -209,6 +209,47 @@ def split_of_kernels(function: Callable[[], object], name: str) -> None:
         print(
             f"  {event.self_device_time_total / 1e3:8.3f} ms {event.count:5d} x {event.key[:60]}", flush=True
         )
+
+
+def signs(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
+    """Dobb's update of some of GPT-2 XL's matrices at B = 16, by launch; beside what its bytes take."""
+    on_gpu, rows = args.device == "cuda", []
+    plain = SignConfig()
+    narrow = [
+        plain, replace(plain, registers=128), replace(plain, warps=4), replace(plain, warps=4, stages=1),
+        replace(plain, warps=4, stages=1, tiles=2), replace(plain, stages=1), replace(plain, tiles=8),
+        replace(plain, registers=128, tiles=2),
+    ]  # fmt: skip
+    wide = [plain, replace(plain, wide_registers=128), replace(plain, wide_stages=2)]
+    shapes = ((24, 32, 16, 2),) if args.tiny else ((4800, 1600, 100, 8), (1600, 6400, 400, 6))
+    for m, n, width, count in shapes:
+        _, basis = blocks(n // width, width, args.device)
+        for config in narrow if width <= WHOLE_BLOCK else wide:
+            calls = []
+            for _ in range(3 if on_gpu else 1):  # past the cache
+                w, momentum = (
+                    [torch.randn(m, n, device=args.device).bfloat16() for _ in range(count)] for _ in range(2)
+                )
+                hyper = torch.tensor([1.0, 1e-4, 0.1], device=args.device)
+                none: list[Tensor | None] = [None] * count
+                if on_gpu:
+                    update = SignUpdates(momentum, [basis] * count, w, none, config)
+                    calls.append(lambda update=update, hyper=hyper: update(hyper, 0.3))
+                else:
+                    calls.append(
+                        lambda m=momentum, w=w, b=[basis] * count, c=none, h=hyper: sign_updates(
+                            m, b, w, c, h, 0.3
+                        )
+                    )
+            row: dict[str, Any] = {"matrices": f"{count} x {m} x {n}", "block": width}
+            try:
+                row["ms"] = measured(calls, on_gpu)
+                row["of its bytes at 4.25 TB/s"] = row["ms"] / (6 * count * m * n / 4.25e9)
+            except Exception as error:  # does not fit this card
+                row["note"] = f"{type(error).__name__}: {error}"[:120]
+            rows.append({**row, "launch": str(config)})
+            print(rows[-1], flush=True)
+    return rows
 
 
 def config_of_test(args: argparse.Namespace) -> Any:

@@ -136,8 +136,10 @@ class _Observed(torch.autograd.Function):
 
 def _sums_of(module: nn.Module, attribute: str) -> tuple[Tensor, Tensor, Tensor] | None:
     """Sum of outer products, count of positions and gate, or None while nothing is captured."""
-    total, count, gate = (getattr(module, form.format(attribute)) for form in _SUMS)
-    return None if total is None else (total, count, gate)
+    total = getattr(module, f"_second_moment_{attribute}")
+    if total is None:  # nearly always, for every linear
+        return None
+    return total, getattr(module, f"_positions_{attribute}"), getattr(module, f"_captures_{attribute}")
 
 
 def _capture_input(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

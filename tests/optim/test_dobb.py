@@ -313,6 +313,7 @@ def test_checkpointed_activations_are_captured_once(side: str, mode: str) -> Non
 @pytest.mark.parametrize("mode", ["none", "full", "outside"])
 def test_compiled_blocks_capture_the_same(mode: str, side: str) -> None:
     """outside: the recomputation around the compiled forward."""
+    torch._dynamo.reset()  # compiled code of other tests counts against its limit
     plain, compiled = net(), net()
     apply_activation_checkpoint(compiled, "none" if mode == "none" else "full", "op")
     apply_compile(compiled, "aot_eager", recompute_outside=mode == "outside")

@@ -217,8 +217,8 @@ class DobbCapture(BasisKeeper):
         backward, and each exchange is launched as soon as all of its weights have been seen, in one order on
         all ranks (of compiled blocks, which do not tell, in `refresh`).
 
-        Readers stay open until then: a block that is computed again in backward, or compiled, runs the code
-        that it ran, and adds what the gate lets through.
+        What runs again in backward as compiled code stays open until `refresh`, for it must be the code that
+        ran; the gate keeps it from adding anything.
         """
         if not self._refreshing:
             return
@@ -227,6 +227,9 @@ class DobbCapture(BasisKeeper):
         self._gate.data.fill_(next_captured < self._captured_micro_batches)
         if micro_batch_index + 1 < self._captured_micro_batches:
             return
+        for weight in self.weights:
+            if not weight.reader.runs_again:
+                weight.reader.close()  # of side A this frees the sums, once they are on their way
         if self.options.side == "A" or micro_batch_index >= self._captured_micro_batches:
             self._launch(len(self._buckets))
             if self._overlaps():

@@ -179,10 +179,14 @@ def _observed_product(module: Any, inner: Any, side: str, x: Tensor, weight: str
 
 @dataclass(frozen=True)
 class Reader:
-    """The module that reads a weight, and under which attribute; where its hook finds what to add to."""
+    """The module that reads a weight, and under which attribute; where its hook finds what to add to.
+
+    runs_again: in backward, as compiled code (a block of `apply_compile(recompute_outside=True)`).
+    """
 
     module: nn.Module
     attribute: str = "weight"
+    runs_again: bool = False
 
     def open(self, total: Tensor, count: Tensor, gate: Tensor) -> None:
         """Capture into these from now on, while gate (bool scalar on the CPU) is True."""
@@ -223,10 +227,14 @@ def install_hooks(model: nn.Module, groups: Sequence[ParamGroupSpec]) -> dict[st
     where statistics come from gradients. Raises ValueError for a weight that neither reads.
     """
     readers: dict[str, Reader] = {}
+    recomputed = [module for module in model.modules() if "compiled_forward" in module.__dict__]
+    again = {part for module in recomputed for part in module.modules()}
     for module_name, module in model.named_modules():
         attributes = ("weight",) if isinstance(module, nn.Linear) else getattr(module, "grouped_weights", ())
         for attribute in attributes:
-            readers[clean_name(f"{module_name}.{attribute}".lstrip("."))] = Reader(module, attribute)
+            readers[clean_name(f"{module_name}.{attribute}".lstrip("."))] = Reader(
+                module, attribute, module in again
+            )
     found: dict[str, Reader] = {}
     for group in groups:
         if not isinstance(group.rule, Dobb) or group.rule.dobb.source == "gradient":

@@ -100,7 +100,8 @@ def build_shape(
             )[0]
     finally:
         torch.set_default_dtype(previous)
-    apply_activation_checkpoint(model, ac)
+    # Reading the generator's state waits for the device, which a captured step cannot; nothing draws numbers.
+    apply_activation_checkpoint(model, ac, preserve_rng_state=False)
     if compile_mode == "blocks":
         budget = MEMORY_BUDGET if ac == "memory_budget" else None
         apply_compile(model, memory_budget=budget, recompute_outside=fused)
@@ -189,7 +190,7 @@ class Native:
         return list(_tensors_in(self.optimizer.state_dict()["state"]))
 
 
-class Forge:
+class Forge(Native):
     """The same rule run in backward, where each weight gradient is made: no gradient is stored."""
 
     def __init__(
@@ -198,7 +199,7 @@ class Forge:
         if max_norm > 0:
             raise ValueError("the fused arms are timed without clipping: --max-norm 0")
         tokens = torch.arange(8, device=next(model.parameters()).device)[None]
-        self.optimizer: Any = build_forge_optimizer(
+        self.optimizer = build_forge_optimizer(
             model,
             config,
             "bfloat16",
@@ -207,24 +208,11 @@ class Forge:
         )
         self.optimizer.set_lr(1.0)
 
-    @property
-    def capturable(self) -> bool:
-        return self.optimizer.capturable
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
-    def prepare(self) -> None:
-        self.optimizer.begin_captured_step(1)
-
     def before_backward(self, loss: Tensor) -> None:
         self.optimizer.before_backward(0, torch.isfinite(loss))
 
     def step(self) -> None:
         self.optimizer.apply_step()
-
-    def state_tensors(self) -> list[Tensor]:
-        return list(_tensors_in(self.optimizer.state_dict()["state"]))
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

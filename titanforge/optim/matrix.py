@@ -90,9 +90,9 @@ class MatrixRule(StateGlobalRule):
     def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
         """O [*, m, n] of the momentum, with the momentum and the auxiliary states it leaves; out of place."""
 
-    @abstractmethod
     def own_scale(self, rows: int, columns: int) -> float:
-        """s where `optimizer.update_scale = "own"`."""
+        """s where `optimizer.update_scale = "own"`: Muon's, which RMNP has too."""
+        return math.sqrt(max(1.0, rows / max(columns, 1)))
 
     def scale(self, rows: int, columns: int) -> float:
         """s of an m x n matrix (Dobb, equation 6, for the shared one)."""
@@ -195,9 +195,6 @@ class Muon(OrthogonalRule):
 
     name = "muon"
 
-    def own_scale(self, rows: int, columns: int) -> float:
-        return math.sqrt(max(1.0, rows / max(columns, 1)))
-
 
 class RMNP(MatrixRule):
     """Row-normalised momentum (Deng et al. 2026, as stated in the Dobb paper): each row of M to unit norm.
@@ -217,9 +214,6 @@ class RMNP(MatrixRule):
             return False
         rows, columns = batch[0].matrix or batch[0].weight.shape[-2:]
         return in_place.row_norm_update(batch, h, self.scale(rows, columns))
-
-    def own_scale(self, rows: int, columns: int) -> float:
-        return math.sqrt(max(1.0, rows / max(columns, 1)))
 
 
 def unit_columns(x: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ def test_flags_and_bad_tiles(form: str, recipe: str) -> None:
     rule, config = get_epilogue("adamw"), CONFIGS[form]
     n, k = 256, 768
     dy, x = operands(n, k, 70)
-    start, found = (Weight(rule, recipe, (n, k), CUDA) for _ in range(2))
+    start, found, portable, moved = (Weight(rule, recipe, (n, k), CUDA) for _ in range(4))
     counter = torch.zeros(1, dtype=torch.int32, device=CUDA)
     idle = hyper_vector(rule, CUDA, apply=0.0)
     x[3, 300] = float("inf")
@@ -153,6 +153,14 @@ def test_flags_and_bad_tiles(form: str, recipe: str) -> None:
     spared = slice(first, first + config.block_k)
     assert torch.equal(found.weight.values[:, spared], start.weight.values[:, spared])
     assert not torch.equal(found.weight.values[:, :first], start.weight.values[:, :first])
+    # The portable form on the same tiles: also what a spared tile's fp8 states become under their next scale.
+    same = TileConfig(128, config.block_k, 64, split=config.block_k // 64, warps=8)
+    for one, by in ((portable, same), (moved, config)):
+        for part in one.states:
+            if part.meta is not None and part.codec.kind == "tensor":
+                part.meta[1] *= 2
+        fused_wgrad_update(dy, x, one.weight, one.states, rule, hyper_vector(rule, CUDA), config=by)
+    assert_same_bits(moved.tensors(), portable.tensors())
 
 
 @pytest.mark.parametrize("form", CONFIGS)

@@ -281,6 +281,8 @@ def refresh(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
             narrow = replace(base, rows=64, solve_warps=4)
             others = [replace(base, lean=True), replace(base, invert_warps=2)]
             others += [replace(base, lean=True, invert_warps=2), replace(narrow, lean=True, invert_warps=2)]
+            if 64 < width <= 512:  # less padding, and narrower products
+                others.append(replace(config_for(64), lean=True, invert_warps=2))
             if args.refresh_variants:
                 others += [
                     narrow,

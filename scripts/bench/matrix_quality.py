@@ -57,6 +57,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "dobb-16": {"optimizer.name": "Dobb", **MOMENTUM, "optimizer.dobb.blocks": 16},
 }
 BASELINE = "adamw"
+LAST = ("rmnp", "dion-1")  # what is told apart without them comes first; the slowest at the end
 SMALL = {"dim": 768, "n_layers": 12, "n_heads": 12}
 TOY = {"dim": 32, "n_layers": 2, "n_heads": 2}
 SLOWER = 1.2  # the longest step of an arm over AdamW's, as far as the budget is planned
@@ -387,7 +388,7 @@ def main(argv: list[str] | None = None) -> int:
     side_by_side(
         [
             lambda device, arm=arm: run_arm(arm, arm, plan["lrs"][arm], plan["steps"], device, options)
-            for arm in options.arms
+            for arm in sorted(options.arms, key=lambda arm: LAST.index(arm) + 1 if arm in LAST else 0)
         ],
         options.devices,
     )

@@ -38,6 +38,7 @@ from titanforge.parallelisms.tensor_parallel import (
     check_tensor_parallel,
     complete_gradients,
     tensor_rank_weights,
+    tensor_split_dim,
 )
 
 __all__ = [
@@ -74,4 +75,5 @@ __all__ = [
     "share_routing",
     "split_model",
     "tensor_rank_weights",
+    "tensor_split_dim",
 ]

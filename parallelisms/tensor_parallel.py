@@ -118,6 +118,12 @@ def tensor_rank_weights(model: nn.Module, degree: int) -> int:
     return total
 
 
+def tensor_split_dim(name: str) -> int | None:
+    """The dim along which ``apply_tensor_parallel`` cuts a block's matrix of that name; None: not at all."""
+    module = name.removeprefix("layers.").partition(".")[2].removesuffix(".weight")
+    return 0 if module in _COLUMN_LINEARS else 1 if module in _ROW_LINEARS else None
+
+
 def complete_gradients(model: nn.Module) -> None:
     """Have gradients of weights that every rank holds summed over ranks as they arrive.
 

@@ -34,6 +34,7 @@ from titanforge.parallelisms import (
     sequence_pieces,
     share_routing,
     split_model,
+    tensor_split_dim,
 )
 from titanforge.parallelisms.traffic import Traffic, silent
 
@@ -127,7 +128,7 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
 def _check_shards(config: JobConfig, dims: ParallelDims) -> None:
     """Whether the optimizer can update each shard of the weights by itself."""
     shards = dims.degree("dp_shard_cp")
-    if shards == 1 or rule_name(config.optimizer.name) != "dobb":
+    if shards * dims.tp == 1 or rule_name(config.optimizer.name) != "dobb":
         return
     with torch.device("meta"):
         model, _ = build_model(
@@ -137,7 +138,12 @@ def _check_shards(config: JobConfig, dims: ParallelDims) -> None:
             seq_len=longest_sequence(config),
             overrides=model_overrides(config),
         )
-    shard_dims(build_groups(model, config.optimizer), shards)
+    for group in build_groups(model, config.optimizer):
+        for name, param in zip(group.names, group.params):
+            dim, cut_by_tensor_axis = group.rule.shard_dim(param.shape), tensor_split_dim(name)
+            ranks = shards * (dims.tp if dim == cut_by_tensor_axis else 1)
+            if dim is not None and ranks > 1:
+                group.rule.check_shards(name, param.shape, group.parts.get(name, 1), dim, ranks)
 
 
 def pipeline_plan(

@@ -134,10 +134,13 @@ def test_split_sequences_must_divide_and_what_is_not_shown_with_them_is_refused(
     compiled = (*tensor, "--compile.enable=true")
     for argument in ("activation_checkpoint.mode=full", "parallelism.context_parallel_degree=2"):
         assert validate(*compiled, f"--{argument}", world_size=8) == []
+    for key, value in (("side", "G"), ("norm", "l2"), ("source", "gradient")):
+        dobb = ("--optimizer.name=Dobb", f"--optimizer.dobb.{key}={value}")
+        assert refusal_of(*tensor, *dobb, world_size=8).startswith(f'optimizer.dobb.{key} = "{value}"')
     for name in RULES:
         argv = (*tensor, f"--optimizer.name={name}")
         rule = build_rule(name)
-        if rule.regime == 1 or rule.u_gathers:
+        if rule.regime == 1 or rule.u_gathers or name == "dobb":
             assert validate(*argv, world_size=8) == []
         else:
             assert "optimizer.name" in refusal_of(*argv, world_size=8), name

@@ -56,6 +56,15 @@ MISTAKES = [  # what is set; what the line says
         {"parallelism__context_parallel_degree": 4, "training__seq_len": 60},
         "training.seq_len = 60: must be a multiple of 8",
     ),
+    (
+        {
+            "parallelism__tensor_parallel_degree": 2,
+            "optimizer__name": "Dobb",
+            "optimizer__dobb__blocks": 2,
+        },
+        "optimizer.dobb.blocks = 2: blocks of 'layers.0.attention.wo.weight', 32 x 32, are 16 wide and would"
+        " not lie within one of 4 shards of 8: take a multiple of 4",
+    ),
     ({"parallelism__tensor_parallel_degree": 2, "optimizer__name": "LAMB"}, 'optimizer.name = "LAMB"'),
     (
         {"parallelism__pipeline_parallel_degree": 3},

@@ -46,8 +46,9 @@ def test_options_change_split_models_as_they_change_whole_ones(tmp_path):
     def arguments(name: str, layout: str) -> list[str]:
         return run(tmp_path / name, corpus, "llama3", layout, **LEAN, **OPTIONS[name][0])
 
-    # The blocks of int8 states lie along the axis that the tensor axis splits, as Dobb's may. On two ranks
-    # the context axis cuts matrices as FSDP alone does, whose rules of matrices are shown elsewhere.
+    # The blocks of int8 states lie along the axis that the tensor axis splits, and Dobb's l2 sums along it.
+    # On two ranks the context axis cuts matrices as FSDP alone does, whose rules of matrices are shown
+    # elsewhere.
     out = [("int8_states", "tp2"), ("dobb", "tp2")]
     out += [(name, "cp2_ring") for name in ("muon", "rmnp")]
     split = [(n, layout) for layout in ("tp2", "cp2_ring") for n in OPTIONS if (n, layout) not in out]

@@ -103,7 +103,9 @@ def _check_split_sequences(config: JobConfig) -> None:
                 f" {-(-length // pieces) * pieces}",
             )
     # FSDP takes the context axis along with its own and cuts a matrix once, along Dobb's blocks.
-    known = SHARDED_RULES if tensor > 1 else SHARDED_RULES | {"dobb"}
+    known = SHARDED_RULES | {"dobb"}
+    if tensor > 1 and rule_name(config.optimizer.name) == "dobb":
+        _check_dobb_rows(config)
     if rule_name(config.optimizer.name) not in known:
         raise refusal(
             config,
@@ -125,6 +127,23 @@ def _check_split_sequences(config: JobConfig) -> None:
             "is not available with parallelism.tensor_parallel_degree or context_parallel_degree above 1: set"
             " it to false",
         )
+
+
+def _check_dobb_rows(config: JobConfig) -> None:
+    """The tensor axis shares rows of some matrices: they must need nothing of each other."""
+    for key, wanted, why in (
+        ("side", "A", "has its blocks along the axis that ranks share in the layer before"),
+        ("norm", "linf", "sums over columns of which each rank has a part"),
+        ("source", "activation", "sums over rows of which each rank has a part"),
+    ):
+        path = f"optimizer.dobb.{key}"
+        if schema.get_value(config, path) != wanted:
+            raise refusal(
+                config,
+                path,
+                f"{why} with parallelism.tensor_parallel_degree above 1: set it to {show(wanted)}, or the"
+                " degree to 1",
+            )
 
 
 def _check_pipeline(config: JobConfig) -> None:

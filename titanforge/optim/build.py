@@ -22,7 +22,7 @@ from titanforge.optim.param_groups import (
     named_trainable_parameters,
 )
 from titanforge.optim.registry import build_rule
-from titanforge.optim.states import Recipe
+from titanforge.optim.states import Recipe, cuts
 
 
 class ScalarOptions(Protocol):
@@ -164,7 +164,8 @@ def shard_dims(groups: Sequence[ParamGroupSpec], shards: int) -> dict[int, int]:
         for name, param in zip(group.names, group.params):
             dim = group.rule.shard_dim(param.shape)
             if dim is not None:
-                group.rule.check_shards(name, param.shape, group.parts.get(name, 1), dim, shards)
+                every = shards * cuts(param, dim)  # the tensor axis has cut it before
+                group.rule.check_shards(name, param.shape, group.parts.get(name, 1), dim, every)
                 dims[id(param)] = dim
     return dims
 

@@ -144,10 +144,14 @@ class UpdateRule(ABC):
         """The dim of a weight of this shape that shards are to cut; None: whichever they like."""
         return None
 
-    def check_shards(self, name: str, shape: torch.Size, parts: int, dim: int | None, shards: int) -> None:
+    def check_shards(
+        self, name: str, shape: torch.Size, parts: int, dim: int | None, shards: int, same_input: bool = False
+    ) -> None:
         """Whether U can be taken of each of `shards` > 1 shards of a weight by itself.
 
-        dim: that they cut; None for an unusual cut. Raises ValueError, naming the key and the way out.
+        dim: that they cut; None for an unusual cut. same_input: their ranks work on the same positions
+        together (the tensor axis), instead of each on its own. Raises ValueError, naming the key and the way
+        out.
         """
         if self.regime > 1:
             raise ValueError(

@@ -6,6 +6,7 @@ the fp32 copy of a bfloat16 weight is `master`. Codes and scales are saved as th
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from titanforge.kernels.codecs import (
     CODECS,
@@ -229,7 +231,7 @@ def _cut_like(param: Tensor, tensor: Tensor, slot: AuxiliarySlot) -> Tensor:
         if dim not in dims:
             placements.append(Replicate())
         else:  # a dim that two axes cut is dealt as the weight's is
-            placements.append(placement if dims[dim] == dim else Shard(dims[dim]))
+            placements.append(_along(placement, dims[dim]))
     if all(placement.is_replicate() for placement in placements):
         return tensor
     mesh = param.device_mesh
@@ -238,6 +240,13 @@ def _cut_like(param: Tensor, tensor: Tensor, slot: AuxiliarySlot) -> Tensor:
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def _along(placement: Placement, dim: int) -> Placement:
+    """The same cut of another dim."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
 
 
 def _distributed_like(param: Tensor, local: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -293,9 +302,23 @@ def refuse_sharded(rule: UpdateRule, name: str, param: nn.Parameter, parts: int)
     if not isinstance(param, DTensor) or rule.u_gathers or rule.regime == 1:
         return
     for axis, placement in enumerate(param.placements):
-        if not placement.is_replicate() and (shards := param.device_mesh.size(axis)) > 1:
-            dim = placement.dim if isinstance(placement, Shard) else None
-            rule.check_shards(name, param.shape, parts, dim, shards)
+        if not placement.is_replicate() and param.device_mesh.size(axis) > 1:
+            dim = sharded_dim(placement)
+            same_input = sees_same_input(param, axis)
+            rule.check_shards(name, param.shape, parts, dim, cuts(param, dim), same_input)
+
+
+def sees_same_input(tensor: DTensor, axis: int) -> bool:
+    """Whether ranks along this axis of its mesh work on the same positions together."""
+    return (tensor.device_mesh.mesh_dim_names or ("",) * (axis + 1))[axis] == "tp"
+
+
+def cuts(tensor: Tensor, dim: int | None) -> int:
+    """Into how many parts the dim is cut, by all axes together; 1 for a tensor of one rank."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    axes = [axis for axis, placement in enumerate(tensor.placements) if sharded_dim(placement) == dim]
+    return math.prod(tensor.device_mesh.size(axis) for axis in axes)
 
 
 def load_states(

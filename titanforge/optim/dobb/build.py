@@ -14,6 +14,7 @@ from titanforge.optim.dobb.hooks import Reader
 from titanforge.optim.dobb.reduction import Captured
 from titanforge.optim.dobb.rule import Dobb
 from titanforge.optim.param_groups import ParamGroupSpec
+from titanforge.optim.states import sees_same_input, sharded_dim
 
 
 class Entry(Protocol):
@@ -51,11 +52,17 @@ def _captured(entry: Entry, reader: Reader) -> Captured:
     groups = basis.shape[0] if entry.param.dim() > 2 else 1
     chunk = blocks
     if isinstance(basis, DTensor):
-        for axis, placement in enumerate(basis.placements):
-            if placement.is_shard():
-                dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-                here = -(-basis.shape[dim] // basis.device_mesh.size(axis))
-                chunk = here * blocks // basis.shape[dim]
+        cut = {axis: sharded_dim(placement) for axis, placement in enumerate(basis.placements)}
+        # Of the tensor axis each rank captures its own columns: the others' blocks are none of its business.
+        for axis in [axis for axis, dim in cut.items() if dim is not None and sees_same_input(basis, axis)]:
+            blocks //= basis.device_mesh.size(axis)
+            del cut[axis]
+        chunk = blocks
+        for axis, dim in cut.items():
+            if dim is not None:
+                length = basis.shape[dim] * blocks // (basis.numel() // basis.shape[-1] ** 2)
+                here = -(-length // basis.device_mesh.size(axis))
+                chunk = here * blocks // length
     return Captured(entry.name, reader, _flat(statistic), _flat(basis), blocks, chunk, groups)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from titanforge.optim.dobb.rule import Dobb
 from titanforge.optim.param_groups import ParamGroupSpec, clean_name
@@ -145,7 +146,9 @@ def _sums_of(module: nn.Module, attribute: str) -> tuple[Tensor, Tensor, Tensor]
 def _capture_input(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     sums = _sums_of(module, "weight")
     if sums is not None and module.training:
-        add_second_moment(*sums, inputs[0].detach())
+        x = inputs[0].detach()
+        # On the tensor axis: the whole input, or this rank's columns of it.
+        add_second_moment(*sums, x.to_local() if isinstance(x, DTensor) else x)
 
 
 def _capture_output_gradient(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:

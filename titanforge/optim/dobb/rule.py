@@ -87,8 +87,12 @@ class Dobb(MatrixRule):
         """Experts go whole; matrices are cut along the axis of their blocks."""
         return 0 if len(shape) > 2 or self.dobb.side == "G" else 1
 
-    def check_shards(self, name: str, shape: torch.Size, parts: int, dim: int | None, shards: int) -> None:
+    def check_shards(
+        self, name: str, shape: torch.Size, parts: int, dim: int | None, shards: int, same_input: bool = False
+    ) -> None:
         size = " x ".join(map(str, shape))
+        if same_input and dim == 0 and len(shape) == 2 and self.rows_apart:
+            return  # each rank sees the whole input, finds the same bases and turns its own rows with them
         slot = self.auxiliary_slots(shape, parts)[0]
         dims = dict(slot.follows)
         if dim is None or dim not in dims:
@@ -113,17 +117,42 @@ class Dobb(MatrixRule):
             raise ValueError(
                 f"optimizer.dobb.{key} = {getattr(self.dobb, key)}: blocks of {name!r}, {size}, are {width} "
                 f"wide and would not lie within one of {shards} shards of {chunk}: take {fit}, or fewer "
-                "shards (parallelism.data_parallel_shard_degree)"
+                "shards (parallelism.data_parallel_shard_degree, tensor_parallel_degree)"
             )
 
+    @property
+    def rows_apart(self) -> bool:
+        """Whether rows of the update are found from the input's bases each by itself: what the tensor axis,
+        which shares rows of some matrices and columns of others, needs.
+        """
+        return self.dobb.side == "A" and self.dobb.norm == "linf" and self.dobb.source == "activation"
+
     def direction(self, m: Tensor, auxiliary: State, h: Tensor) -> tuple[Tensor, Tensor, State]:
+        return self._direction(m, auxiliary, m.shape[-2] if self.dobb.side == "A" else m.shape[-1])
+
+    def scaled_direction(
+        self,
+        state: State,
+        auxiliary: State,
+        h: Tensor,
+        g: Tensor | None = None,
+        matrix: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, State, State]:
+        (m,) = state
+        rows, columns = matrix or m.shape[-2:]
+        length = rows if self.dobb.side == "A" else columns
+        found = self._direction(self.looked_at(m, h, g), auxiliary, length)
+        return self.applied(m, auxiliary, h, found, matrix)
+
+    def _direction(self, m: Tensor, auxiliary: State, length: int) -> tuple[Tensor, Tensor, State]:
+        """length: d, of whole columns (side G: rows), of which `m` may be a part."""
         basis = auxiliary[1].to(m.dtype)
         value = m if self.dobb.side == "A" else m.mT
         count, width = basis.shape[-3], basis.shape[-1]
         blocks = value.unflatten(-1, (count, width)).transpose(-2, -3)  # [*, B, d, w]
         coefficients = blocks @ basis
         if self.dobb.norm == "linf":
-            coefficients = torch.sign(coefficients) / math.sqrt(value.shape[-2])
+            coefficients = torch.sign(coefficients) / math.sqrt(length)
         else:
             coefficients = unit_columns(coefficients)
         rebuilt = (coefficients @ basis.mT).transpose(-2, -3).flatten(-2)
@@ -133,7 +162,7 @@ class Dobb(MatrixRule):
         if self.dobb.side != "A" or self.dobb.norm != "linf" or self.u_reads_gradient:
             return False
         shape, parts = batch[0].weight.shape, batch[0].parts
-        rows, columns = shape[-2] // parts, shape[-1]
+        rows, columns = batch[0].matrix or (shape[-2] // parts, shape[-1])
         return in_place.block_sign_update(batch, h, 1, self.scale(rows, columns) / math.sqrt(rows))
 
     def own_scale(self, rows: int, columns: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import torch
@@ -92,7 +93,7 @@ def _equal_to_one_process(rank: int, world_size: int) -> None:
             turned = basis.mT @ statistic @ basis
             off = turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))
             assert float(off.abs().max()) < 1e-4 * float(turned.abs().max()), what
-            for before, after in zip(found, found[1:]):
+            for before, after in itertools.pairwise(found):
                 moved = _moved(
                     before[f"{name} weight"],
                     after[f"{name} m"],

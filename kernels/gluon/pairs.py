@@ -97,19 +97,6 @@ def row_largest(x, CODEC: gl.constexpr):
 
 
 @jit
-def is_nonfinite(g):
-    """`tiles.count_nonfinite` of an accumulator [128, 128]. Infinities and NaN are the largest numbers of
-    their sign when they are read as integers, which are compared three at a time.
-    """
-    positive = g.to(gl.int32, bitcast=True).reshape((128, 16, 4, 2))
-    negative = g.to(gl.uint32, bitcast=True).reshape((128, 16, 4, 2))
-    bad = (gl.max(gl.max(positive, axis=3), axis=1) >= 0x7F800000) | (
-        gl.max(gl.max(negative, axis=3), axis=1) >= 0xFF800000
-    )
-    return gl.max(gl.max(bad.to(gl.int32), axis=0), axis=0)
-
-
-@jit
 def load_slice(buf, scale, CODEC: gl.constexpr, LAYOUT: gl.constexpr):
     """fp32 [64, 64] of what lies in shared memory."""
     if (CODEC & KIND) == 0:

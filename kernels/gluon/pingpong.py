@@ -28,7 +28,7 @@ from titanforge.kernels.gluon._gluon import (
     warpgroup_mma_wait,
 )
 from titanforge.kernels.gluon.movers import load_operands, load_slots, place_of, store_slots
-from titanforge.kernels.gluon.pairs import is_nonfinite, largest_so_far, load_slice, store_slice
+from titanforge.kernels.gluon.pairs import largest_so_far, load_slice, store_slice
 from titanforge.kernels.gluon.slices import (
     accumulator_lanes,
     accumulator_words,
@@ -36,7 +36,7 @@ from titanforge.kernels.gluon.slices import (
     next_scale_of,
     scale_at,
 )
-from titanforge.kernels.tiles import KIND, RANDOM, TENSORWISE
+from titanforge.kernels.tiles import KIND, RANDOM, TENSORWISE, count_nonfinite
 
 
 @jit
@@ -82,8 +82,23 @@ def multiply(
 
 @jit
 def moved(x, ASM: gl.constexpr):
-    """x, by an instruction unlike the other branch's: of one move the compiler makes two selects."""
     return gl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@jit
+def pick(piece, x00, x01, x10, x11):
+    """The slice's own of four values; slices go by rows of two."""
+    # Branches of one move, each unlike the others or the compiler would merge them: of `where` it makes two
+    # selects.
+    if piece == 0:
+        x = moved(x00, "mov.b32 $0, $1; // 0")
+    elif piece == 1:
+        x = moved(x01, "mov.b32 $0, $1; // 1")
+    elif piece == 2:
+        x = moved(x10, "mov.b32 $0, $1; // 2")
+    else:
+        x = moved(x11, "mov.b32 $0, $1; // 3")
+    return x
 
 
 @jit
@@ -180,6 +195,7 @@ def consume(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
     )
     ROWS: gl.constexpr = gl.SliceLayout(1, SLICE)
+    MOVE_UP: gl.constexpr = ((W_CODEC | S0_CODEC | S1_CODEC) & (KIND | RANDOM)) != 0
     dy_buf, x_buf, filled, free = operands
     first = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -223,9 +239,11 @@ def consume(
         last_stage = gl.where(stage == 0, STAGES - 1, stage - 1)
         mbarrier.arrive(free.index(last_stage), count=1, pred=tokens > 0)
 
-        bad = is_nonfinite(g)
+        bad = count_nonfinite(g)
         if COUNT:
             gl.atomic_add(nonfinite_ptr, bad, mask=(bad > 0) & apply, sem="relaxed")
+        if NORM:
+            gl.store(norm_ptr + program, gl.sum(gl.sum(g * g, axis=1), axis=0))
         write = apply & (bad == 0)
         rescale = apply & (bad != 0)
         # In registers only: [128, 128] to four slices of [64, 64].
@@ -236,32 +254,32 @@ def consume(
         g01 = gl.convert_layout(g01, SLICE, assert_trivial=True)
         g10 = gl.convert_layout(g10, SLICE, assert_trivial=True)
         g11 = gl.convert_layout(g11, SLICE, assert_trivial=True)
-        if NORM:
-            squares = gl.fma(g11, g11, gl.fma(g10, g10, gl.fma(g01, g01, g00 * g00)))
-            gl.store(norm_ptr + program, gl.sum(gl.sum(squares, axis=1), axis=0))
         if not BY_SLICE:
             mbarrier.wait(update_turns.index(1 - WID), op)
-        # A loop, not four copies of the update: code of both consumers that outgrows the instruction cache
-        # (some 128 KB) is fetched anew for every tile. A slice gives its registers up to its update, and the
-        # others move up: selecting one of four that all stay costs spills.
+        # A loop that selects its slice, not four copies of the update: code of both consumers that outgrows
+        # the instruction cache (some 128 KB) is fetched anew for every tile. Where an update needs the
+        # registers, a slice's own are given up to it and the other slices move up: fewer instructions than
+        # spilling.
         for piece in range(4):
             after = offsets + gl.where(piece % 2 == 0, 1, gl.where(piece == 1, 64 * scale_stride - 1, 0))
             next_s0_scale = scale_at(s0_meta_ptr, after, S0_CODEC)
             next_s1_scale = scale_at(s1_meta_ptr, after, S1_CODEC)
             s0_largest, s1_largest = update_slice(
-                g00, t * 4 + piece, write, rescale, s0_scale, s1_scale, s0_next, s1_next, s0_largest,
-                s1_largest, offsets, offsets, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id,
-                first_row + piece // 2 * 64, j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op,
-                piece, WID, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
+                g00 if MOVE_UP else pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale, s0_scale,
+                s1_scale, s0_next, s1_next, s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr,
+                s1_meta_ptr, h_ptr, rng_ptr, tensor_id, first_row + piece // 2 * 64,
+                j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op, piece, WID, EPILOGUE, SLOTS,
+                WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
             )  # fmt: skip
             offsets = after
             s0_scale = next_s0_scale
             s1_scale = next_s1_scale
-            if piece % 2 == 0:
-                g00 = moved(g01, "mov.b32 $0, $1; // 0")
-            else:
-                g00 = moved(g10, "mov.b32 $0, $1; // 1")
-                g01 = moved(g11, "mov.b32 $0, $1; // 1")
+            if MOVE_UP:
+                if piece % 2 == 0:
+                    g00 = moved(g01, "mov.b32 $0, $1; // 0")
+                else:
+                    g00 = moved(g10, "mov.b32 $0, $1; // 1")
+                    g01 = moved(g11, "mov.b32 $0, $1; // 1")
         if not BY_SLICE:
             mbarrier.arrive(update_turns.index(WID), count=1)
         op ^= 1

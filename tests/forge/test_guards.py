@@ -184,7 +184,7 @@ def test_several_ranks_may_share_a_fused_model() -> None:
 def test_a_pipeline_is_refused() -> None:
     model = llama()
     groups = build_groups(model, options_of())
-    with pytest.raises(ValueError, match=r"the mesh axis pp has 2 ranks: set parallelism\.pipeline"):
+    with pytest.raises(ValueError, match=r"2 ranks of the mesh axis pp: .* set it to false"):
         attach(model, groups, probe=lambda: llama_loss(model, 0), ranks=Ranks({"pp": 2}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,9 @@ def test_several_files_with_an_index_and_a_stored_tied_head(tmp_path):
     imported(tmp_path)  # a head that repeats the embedding, as some files do
     save_file({**load_file(first), "lm_head.weight": embedding + 1}, first)
     with pytest.raises(ValueError, match=r"lm_head\.weight is another tensor"):
+        imported(tmp_path)
+    os.truncate(first, first.stat().st_size - 100)
+    with pytest.raises(ValueError, match=rf"{first.name} is not a whole safetensors file \("):
         imported(tmp_path)
     first.unlink()
     with pytest.raises(FileNotFoundError, match="download is incomplete"):

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titanforge.checkpoint.safetensors_format import local_tensor, some
+from titanforge.checkpoint.safetensors_format import local_tensor, open_weights, some
 
 INDEX = "model.safetensors.index.json"
 # Files of a tokenizer, copied beside exported weights so that the folder can be used as it is.
@@ -162,7 +161,7 @@ class TensorFiles:
     def __init__(self, path: Path, prefix: str) -> None:
         self._where: dict[str, Any] = {}
         for file in _weight_files(path):
-            opened = safe_open(file, framework="pt")  # mapped, not read
+            opened = open_weights(file)
             for name in opened.keys():  # noqa: SIM118 (not a mapping)
                 if name in self._where:
                     raise ValueError(f"{name} is in two files of {path}, {file.name} being one")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -104,6 +104,14 @@ def weight_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
 
+def open_weights(file: Path) -> safe_open:
+    """The file's tensors, mapped and not read. Raises ValueError naming a file that is not whole."""
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file ({error}): fetch it again") from None
+
+
 def read_weights(
     path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str], known: Collection[str] = ()
 ) -> None:
@@ -119,7 +127,7 @@ def read_weights(
     sources: dict[str, Path] = {}
     known_aliases: dict[str, str] = {}
     for file in weight_files(path):
-        with safe_open(file, framework="pt") as opened:
+        with open_weights(file) as opened:
             known_aliases.update(json.loads((opened.metadata() or {}).get(_ALIASES, "{}")))
             for name in opened.keys():  # noqa: SIM118 (not a mapping)
                 if name in sources:
@@ -136,7 +144,7 @@ def read_weights(
             "checkpoint.initial_load_in_hf = true); see [model] for the sizes."
         )
     for file in sorted(set(sources.values())):
-        with safe_open(file, framework="pt") as opened:
+        with open_weights(file) as opened:
             for name, source in wanted.items():
                 if sources[source] == file:
                     _fill(name, tensors[name], opened, source)

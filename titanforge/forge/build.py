@@ -112,8 +112,9 @@ def attach(
 def _check_axes(ranks: Ranks) -> None:
     if (stages := ranks.mesh.get("pp", 1)) > 1:
         raise ValueError(
-            f"forge.enable = true does not run in pipelines as yet, and the mesh axis pp has {stages} ranks: "
-            "set parallelism.pipeline_parallel_degree = 1, or forge.enable = false"
+            f"forge.enable = true is not available with the {stages} ranks of the mesh axis pp: updates "
+            "happen inside backward, and several micro-batches are in flight: set it to false, or "
+            "parallelism.pipeline_parallel_degree = 1"
         )
     if ranks.reduce != "gradients" and ranks.mesh.get("dp_replicate", 1) > 1:
         raise ValueError(

@@ -5,7 +5,7 @@
     coop      Gluon, Hopper: eight warps multiply, four update (many tokens)
 
 All agree bit for bit. `select_form` sets what launches choose from; a launch that the chosen form does not
-take (a ragged shape, experts in coop) runs in the portable form.
+take (a ragged shape, experts) runs in the portable form.
 """
 
 from __future__ import annotations
@@ -91,9 +91,6 @@ def form_for(tokens: int, device: torch.device) -> str:
 AUTO_FORMS: tuple[str, ...] = (PINGPONG, COOPERATIVE)
 """Forms that `auto` takes: those that were measured, bit for bit and in time, on such a card. The autotuner
 and a name in `forge.kernel` choose from all."""
-AUTO_EXPERTS: tuple[str, ...] = ()
-"""Of those, the ones that `auto` takes for experts' weights. None as yet: pp2 runs them by name, and no card
-has shown its bits and times for them."""
 AUTO_TRITON = ("3.6",)
 """Releases of Triton that those forms were measured with. Gluon is Triton's experimental language: with
 another one a kernel may wait for ever, which a user must have asked for."""

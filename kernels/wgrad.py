@@ -18,15 +18,7 @@ from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, runs_tri
 from titanforge.kernels.codecs import CODECS, Encoded
 from titanforge.kernels.config import TileConfig, choose_config
 from titanforge.kernels.epilogues import Epilogue, get_epilogue
-from titanforge.kernels.forms import (
-    AUTO,
-    AUTO_EXPERTS,
-    COOPERATIVE,
-    PINGPONG,
-    PORTABLE,
-    say_once,
-    selected_form,
-)
+from titanforge.kernels.forms import COOPERATIVE, PINGPONG, PORTABLE, say_once, selected_form
 from titanforge.kernels.gluon.launch import launch as gluon_launch
 from titanforge.kernels.gluon.launch import refusal
 from titanforge.kernels.step import Target, check_hyper, kernel_parts, make_target, reference_update
@@ -95,9 +87,6 @@ def config_for(
         )
 
     config = chosen()
-    grouped = len(target.shape) == 3
-    if grouped and config.form not in AUTO_EXPERTS and selected_form() == AUTO:
-        return chosen(PORTABLE)
     if config.form == PORTABLE:
         return config
     reason = refusal(dy, x, target, config, observe=observe, bias=bias)
@@ -370,10 +359,7 @@ def update_target(
                 raise ValueError(
                     f"the form {config.form} does not take this launch ({reason}): leave config out"
                 )
-            gluon_launch(
-                dy, x, target, rule, hyper, tiles, offsets=offsets, rng=rng, norm=norm_partials,
-                nonfinite=nonfinite,
-            )  # fmt: skip
+            gluon_launch(dy, x, target, rule, hyper, tiles, rng=rng, norm=norm_partials, nonfinite=nonfinite)
             return
         _launch(
             operands, tiles, kernel_parts(target), epilogue=rule,

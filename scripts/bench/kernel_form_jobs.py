@@ -60,17 +60,11 @@ GEOMETRIES: dict[str, dict[str, TileConfig]] = {
         "32x5": TileConfig(128, 256, 32, split=4, warps=8, stages=5, form=COOPERATIVE),
     },
 }
-EXACT_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
+EXACT_SHAPES = (
     ((128, 256), 1), ((256, 512), 64), ((512, 768), 200), ((1024, 4096), 512), ((4096, 1024), 1000),
     (GATE_UP, 512),
 )  # fmt: skip
-REPEATED_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = ((KEY_VALUE, 512), (ATTENTION, 512), (DOWN, 2048))
-EXPERT_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
-    ((3, 128, 256), 5), ((8, 256, 384), 700), ((128, 768, 2048), 4096), ((5, 2048, 768), 512),
-)  # fmt: skip
-REPEATED_EXPERTS: tuple[tuple[tuple[int, ...], int], ...] = (
-    ((128, 768, 2048), 4096), ((128, 2048, 768), 512), ((8, 768, 2048), 8192),
-)  # fmt: skip
+REPEATED_SHAPES = ((KEY_VALUE, 512), (ATTENTION, 512), (DOWN, 2048))
 REPEATS = 100
 
 
@@ -82,13 +76,11 @@ class Check:
     geometry: str
     rule: str
     recipe: str
-    experts: bool = False
 
     @property
     def name(self) -> str:
         """As printed."""
-        experts = "/experts" if self.experts else ""
-        return f"{self.form}/{self.geometry}/{self.rule}/{self.recipe}{experts}"
+        return f"{self.form}/{self.geometry}/{self.rule}/{self.recipe}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,7 @@ class Timing:
     group: int
     rule: str
     recipe: str
-    shape: tuple[int, ...]
+    shape: tuple[int, int]
     tokens: int
 
 
@@ -114,7 +106,7 @@ def run(target: Set, operands: Operands, rule: Any, hyper: Tensor, config: TileC
     """One fused update."""
     fused_wgrad_update(
         operands.dy, operands.x, target.weight, target.states, rule, hyper, master=target.master,
-        offsets=operands.offsets, rng=rng(), tensor_id=TENSOR_ID, config=config, **more,
+        rng=rng(), tensor_id=TENSOR_ID, config=config, **more,
     )  # fmt: skip
 
 
@@ -149,7 +141,7 @@ def differences(found: Set, wanted: Set, before: Set, config: TileConfig) -> lis
     return told
 
 
-def check_exact(check: Check, config: TileConfig, shape: tuple[int, ...], tokens: int) -> dict[str, Any]:
+def check_exact(check: Check, config: TileConfig, shape: tuple[int, int], tokens: int) -> dict[str, Any]:
     """Gate T0 against the portable gradient and a flat pass."""
     rule = get_epilogue(check.rule)
     hyper = hyper_vector(rule, DEVICE)
@@ -159,7 +151,7 @@ def check_exact(check: Check, config: TileConfig, shape: tuple[int, ...], tokens
     norm = torch.full((tile_count(shape, config),), float("nan"), device=DEVICE)
     counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     run(found, operands, rule, hyper, config, norm_partials=norm, nonfinite=counter)
-    gradient = wgrad(operands.dy, operands.x, offsets=operands.offsets)
+    gradient = wgrad(operands.dy, operands.x)
     flat_update(
         rule, [wanted.weight] if wanted.weight is not None else None, [gradient], [wanted.states], hyper,
         masters=[wanted.master], rng=rng(), tensor_ids=[TENSOR_ID],
@@ -167,7 +159,7 @@ def check_exact(check: Check, config: TileConfig, shape: tuple[int, ...], tokens
     told = differences(found, wanted, start, config)
     squares = float(gradient.double().square().sum())
     return {
-        "what": f"exact {shape} tokens {tokens}",
+        "what": f"exact {shape[0]}x{shape[1]} tokens {tokens}",
         "good": not told and int(counter) == 0 and abs(float(norm.double().sum()) / squares - 1) < 1e-5,
         "counted": int(counter), "norm_ratio": float(norm.double().sum()) / squares, "different": told,
     }  # fmt: skip
@@ -207,7 +199,7 @@ def check_flags(check: Check, config: TileConfig) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
 
 
-def check_repeats(check: Check, config: TileConfig, shape: tuple[int, ...], tokens: int) -> dict[str, Any]:
+def check_repeats(check: Check, config: TileConfig, shape: tuple[int, int], tokens: int) -> dict[str, Any]:
     """The same launch many times, on the same numbers."""
     rule = get_epilogue(check.rule)
     hyper = hyper_vector(rule, DEVICE)
@@ -225,7 +217,7 @@ def check_repeats(check: Check, config: TileConfig, shape: tuple[int, ...], toke
         wrong += count
         runs_wrong += count > 0
     return {
-        "what": f"{REPEATS} repeats {shape} tokens {tokens}", "good": int(wrong) == 0,
+        "what": f"{REPEATS} repeats {shape[0]}x{shape[1]} tokens {tokens}", "good": int(wrong) == 0,
         "bytes_different": int(wrong), "runs_different": int(runs_wrong),
     }  # fmt: skip
 
@@ -234,13 +226,12 @@ def run_check(check: Check) -> Iterator[dict[str, Any]]:
     """All checks of one kernel."""
     config = GEOMETRIES[check.form][check.geometry]
     started = time.perf_counter()
-    exact, repeated = (EXPERT_SHAPES, REPEATED_EXPERTS) if check.experts else (EXACT_SHAPES, REPEATED_SHAPES)
-    yield check_exact(check, config, *exact[0])
+    yield check_exact(check, config, *EXACT_SHAPES[0])
     yield {"what": "compiled", "good": True, "seconds": time.perf_counter() - started}
-    for shape, tokens in exact[1:]:
+    for shape, tokens in EXACT_SHAPES[1:]:
         yield check_exact(check, replace(config, group=1 if tokens == 512 else 8), shape, tokens)
     yield from check_flags(check, config)
-    for shape, tokens in repeated:
+    for shape, tokens in REPEATED_SHAPES:
         yield check_repeats(check, config, shape, tokens)
 
 
@@ -253,8 +244,7 @@ def time_one(timing: Timing) -> dict[str, Any]:
     sets = [prepare(cell, DEVICE, seed) for seed in range(buffer_count(cell))]
     if timing.form == PORTABLE:
         target = make_target(rule, sets[0].weight, sets[0].states, master=sets[0].master)
-        experts = timing.shape[0] if len(timing.shape) == 3 else 1
-        config = config_for(operands.dy, operands.x, target, experts)
+        config = config_for(operands.dy, operands.x, target)
     else:
         config = replace(GEOMETRIES[timing.form][timing.geometry], group=timing.group)
     ms = replay_time([lambda one=one: run(one, operands, rule, hyper, config) for one in sets], budget_ms=60)

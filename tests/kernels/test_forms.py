@@ -103,20 +103,6 @@ def test_auto_leaves_the_hopper_forms_alone_with_a_triton_that_they_were_not_tri
     assert "not tried with Triton 3.6: to take it all the same, name it in forge.kernel" in said
 
 
-def test_auto_runs_experts_in_forms_that_were_tried_with_them(
-    hopper: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("titanforge.kernels.config.INTERPRET", False)
-    monkeypatch.setattr("titanforge.kernels.config.form_for", lambda tokens, device: PINGPONG)
-    experts = [torch.zeros(3, 256, 512, dtype=torch.bfloat16) for _ in range(3)]
-    grouped = make_target(get_epilogue("adamw"), experts[0], experts[1:])
-    dy, x = operands(64, 256, 512)
-    assert config_for(dy, x, target(256, 512)).form == PINGPONG
-    assert config_for(dy, x, grouped, 3).form == PORTABLE
-    monkeypatch.setattr(forms, "_selected", PINGPONG)
-    assert config_for(dy, x, grouped, 3).form == PINGPONG
-
-
 def test_what_a_form_does_not_take(hopper: None) -> None:
     dy, x = operands(64, 256, 512)
     assert launch.refusal(dy, x, target(256, 512), _PINGPONG) == ""
@@ -127,10 +113,6 @@ def test_what_a_form_does_not_take(hopper: None) -> None:
         reason = launch.refusal(*operands(64, n, k), target(n, k), config)
         assert reason.startswith(f"{n} x {k} is not whole tiles of {config.block_n} x {config.block_k}")
     assert launch.refusal(*operands(0, 256, 512), target(256, 512), _PINGPONG) == "no tokens"
-    experts = [torch.zeros(3, 256, 512, dtype=torch.bfloat16) for _ in range(3)]
-    grouped = make_target(get_epilogue("adamw"), experts[0], experts[1:])
-    assert launch.refusal(dy, x, grouped, _PINGPONG) == ""
-    assert launch.refusal(dy, x, grouped, _COOPERATIVE) == "experts"
     assert "float32" in launch.refusal(*operands(64, 256, 512, torch.float32), target(256, 512), _PINGPONG)
     turned = torch.zeros(256, 64, dtype=torch.bfloat16).t()
     assert "contiguous" in launch.refusal(turned, x, target(256, 512), _PINGPONG)

@@ -414,8 +414,7 @@ class Forge:
     kernel: str = "auto"
     """Form of the fused weight-gradient kernel: `portable` runs on any GPU; `pp2` (up to 2048 tokens) and
     `coop` (more) on NVIDIA Hopper with Triton 3.6 or newer; `auto` chooses by shape and tokens. All give the
-    same bits. A launch that a form does not take (ragged shapes; experts, but in `pp2` by name) runs in
-    the portable one."""
+    same bits. A launch that a form does not take (ragged shapes, experts) runs in the portable one."""
     clip: Literal["exact", "lagged"] = "exact"
     """How `training.max_norm` is honoured by fused weights: `exact` cannot be, `lagged` can."""
     accumulation: Literal["auto", "stash", "buffer"] = "auto"

@@ -16,7 +16,7 @@ types:
 	$(BIN)basedpyright
 
 test:
-	$(BIN)python -m pytest -n 2 --dist loadgroup
+	$(BIN)python -m pytest -n 2
 
 format:
 	$(BIN)ruff check --fix $(PATHS)

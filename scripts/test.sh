@@ -9,4 +9,4 @@ paths=(train.py titanforge kernels parallelisms scripts tests)
 .venv/bin/ruff check "${paths[@]}"
 .venv/bin/ruff format --check "${paths[@]}"
 .venv/bin/basedpyright
-exec .venv/bin/python -m pytest -n 2 --dist loadgroup "$@"
+exec .venv/bin/python -m pytest -n 2 "$@"

@@ -21,8 +21,6 @@ from titanforge.optim import RuleOptimizer
 from titanforge.parallelisms import init_distributed
 from titanforge.sync import EveryStep
 
-pytestmark = pytest.mark.xdist_group("gates")  # one worker starts the processes
-
 SHOWN = ["T0 by ranks", "T2", "CP1", "SR", "fidelity"]
 
 

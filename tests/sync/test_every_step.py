@@ -15,8 +15,6 @@ from titanforge.config.sections import Optimizer
 from titanforge.optim import build_optimizer
 from titanforge.sync import CommLedger, EveryStep, Replication
 
-pytestmark = pytest.mark.xdist_group("every step")  # one worker starts the processes
-
 BATCH, MICRO_BATCHES, STEPS = 8, 2, 4
 
 

@@ -19,8 +19,6 @@ from titanforge.sync import CollectiveFailed, EveryStep, Replication, Rmmc, Sche
 from titanforge.sync.policy import WORLD_AXIS
 from titanforge.sync.rmmc import relative_change
 
-pytestmark = pytest.mark.xdist_group("local steps")  # one worker starts the processes
-
 INF = math.inf
 RULES = ("sgd", "muon", "dion", "dobb", "adamw")
 SHARDED_RULES = ("sgd", "muon", "adamw")

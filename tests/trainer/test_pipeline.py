@@ -22,7 +22,6 @@ from tests.trainer.test_split_models import LAYOUTS, run
 from titanforge.config import load_config
 from titanforge.launch import run as run_here
 
-pytestmark = pytest.mark.xdist_group("pipeline")  # one worker trains
 STEPS, SAVED = 6, 3
 BLOCKS = {"model__n_layers": 4}  # two stages on each of two ranks
 SIZES = {"model__n_heads": 4, "model__n_kv_heads": 4, **BLOCKS}

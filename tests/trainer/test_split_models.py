@@ -8,7 +8,6 @@ import pytest
 
 from tests.trainer.runs import argv, column, distance, greatest_difference, lines, train_all, write_corpus
 
-pytestmark = pytest.mark.xdist_group("split models")  # one worker trains
 GLOBAL_BATCH, STEPS = 8, 7
 LAYOUTS = {  # name: (ranks, degrees)
     "single": (1, {}),

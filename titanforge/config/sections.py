@@ -384,7 +384,8 @@ class Sync:
     than `threshold` (relative maximum momentum change, CurvaDion)."""
     reduce: Literal["gradients", "states"] = "gradients"
     """What `every_step` sums over replicas: `gradients`, or the optimizer's `states` after each replica has
-    folded its own gradient into them. The other policies always average states."""
+    folded its own gradient into them (Dion below full rank: its factors, far fewer bytes for the same update,
+    but not hidden behind backward). The other policies always average states."""
     interval: int = 50
     """Of `scheduled`: steps from one sync to the next."""
     threshold: float = 0.5

@@ -133,7 +133,18 @@ def data_links(dims: ParallelDims, ledger: CommLedger) -> DataLinks:
     what = {"purpose": "second moments"}
     scatter = partial(ledger.reduce_scatter, group=shards, axis="dp_shard", **what)
     reduce = partial(ledger.all_reduce, group=replicas, axis="dp_replicate", **what)
+    experts = None
+    if dims.ep > 1:
+        alike = dims.get_group("dp_shard_mod_ep")
+        experts = DataLinks(
+            shards=dims.degree("dp_shard_mod_ep"),
+            shard=dims.get_mesh("dp_shard_mod_ep").get_local_rank(),
+            replicas=dims.dp_replicate,
+            reduce_scatter=None if alike is None else partial(scatter, group=alike),
+            all_reduce=None if replicas is None else reduce,
+        )
     return DataLinks(
+        experts=experts,
         shards=dims.degree("dp_shard_cp"),
         shard=dims.get_mesh("dp_shard_cp").get_local_rank(),
         replicas=dims.dp_replicate,

@@ -138,6 +138,12 @@ def _check_shards(config: JobConfig, dims: ParallelDims) -> None:
             seq_len=longest_sequence(config),
             overrides=model_overrides(config),
         )
+    if held := experts_in_rows(dims, getattr(model.args, "n_experts", 0)):
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {dims.ep}: leaves rows of {held} experts to each"
+            f" {dims.degree('dp_shard_mod_ep')} ranks, and Dobb takes experts whole: use a larger degree, or"
+            " a larger data_parallel_replicate_degree"
+        )
     for group in build_groups(model, config.optimizer):
         for name, param in zip(group.names, group.params):
             dim, cut_by_tensor_axis = group.rule.shard_dim(param.shape), tensor_split_dim(name)

@@ -65,6 +65,20 @@ MISTAKES = [  # what is set; what the line says
         "optimizer.dobb.blocks = 2: blocks of 'layers.0.attention.wo.weight', 32 x 32, are 16 wide and would"
         " not lie within one of 4 shards of 8: take a multiple of 4",
     ),
+    (
+        {
+            "parallelism__expert_parallel_degree": 2,
+            **QWEN_MOE,
+            "model__n_experts": 6,
+            "optimizer__name": "Dobb",
+        },
+        "leaves rows of 3 experts to each 2 ranks, and Dobb takes experts whole",
+    ),
+    (
+        {"parallelism__expert_parallel_degree": 2, "parallelism__tensor_parallel_degree": 2}
+        | {**QWEN_MOE, "optimizer__name": "Dobb"},
+        "is not available with parallelism.expert_parallel_degree above 1 beside tensor_parallel_degree",
+    ),
     ({"parallelism__tensor_parallel_degree": 2, "optimizer__name": "LAMB"}, 'optimizer.name = "LAMB"'),
     (
         {"parallelism__pipeline_parallel_degree": 3},

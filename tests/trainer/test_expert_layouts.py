@@ -67,6 +67,10 @@ def test_experts_on_every_layout_equal_one_process(tmp_path):
     one = tmp_path / "one"
     train_all(1, [run(tmp_path, corpus, "one", **EXPORT)])
     four = [run(tmp_path, corpus, name, **EXPORT) for name, (ranks, _) in LAYOUTS.items() if ranks == 4]
+    # Blocks of every micro-batch: one process has four to these ranks' one.
+    dobb = {"optimizer__name": "Dobb", "optimizer__dobb__norm": "l2", "optimizer__dobb__blocks": 4}
+    dobb |= {"optimizer__dobb__capture": "all", "optimizer__dobb__period": 2, "checkpoint__enable": False}
+    four += [run(tmp_path, corpus, "ep2_fsdp2", "dobb_4", **dobb)]
     train_all(4, four)
     for name in ("from_1", "from_2"):
         shutil.copytree(
@@ -83,7 +87,8 @@ def test_experts_on_every_layout_equal_one_process(tmp_path):
     }
     two += [run(tmp_path, corpus, layout, f"{layout}_compiled", **compiled) for layout in ("ep2", "ep2_tp2")]
     train_all(2, two)
-    train_all(1, [run(tmp_path, corpus, "one", "from_1"), run(tmp_path, corpus, "one", "muon_1", **muon)])
+    last = [("from_1", {}), ("muon_1", muon), ("dobb_1", dobb)]
+    train_all(1, [run(tmp_path, corpus, "one", name, **keys) for name, keys in last])
 
     assert column(one, "loss")[-1] < column(one, "loss")[0] - 0.2, "it learns"
     assert max(column(one, "router/max_load")) > 1.2, "the routing is uneven"
@@ -101,7 +106,8 @@ def test_experts_on_every_layout_equal_one_process(tmp_path):
 
     for name in ("ep2_compiled", "ep2_tp2_compiled"):
         assert greatest_difference(tmp_path / name, one) < TOLERANCE, name
-    assert greatest_difference(tmp_path / "muon_2", tmp_path / "muon_1") < TOLERANCE
+    for ranks, name in ((2, "muon"), (4, "dobb")):
+        assert greatest_difference(tmp_path / f"{name}_{ranks}", tmp_path / f"{name}_1") < TOLERANCE, name
 
     exported = f"checkpoint/export-step-{STEPS}/model.safetensors"
     wanted = load_file(one / exported)

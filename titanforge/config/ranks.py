@@ -54,12 +54,15 @@ def check_ranks(config: JobConfig, world_size: int, device_type: str) -> int:
             "training.enable_cpu_offload",
             "is not available with parallelism.expert_parallel_degree above 1: set one of the two back",
         )
-    if parallelism.expert_parallel_degree > 1 and rule_name(config.optimizer.name) not in SHARDED_RULES:
+    # The tensor axis's ranks route their own parts of a sequence, of which Dobb has no statistics together.
+    apart = SHARDED_RULES | ({"dobb"} if parallelism.tensor_parallel_degree == 1 else set())
+    if parallelism.expert_parallel_degree > 1 and rule_name(config.optimizer.name) not in apart:
+        beside = " beside tensor_parallel_degree" if parallelism.tensor_parallel_degree > 1 else ""
         raise refusal(
             config,
             "optimizer.name",
-            "is not available with parallelism.expert_parallel_degree above 1: use one of"
-            f" {', '.join(sorted(SHARDED_RULES))}",
+            f"is not available with parallelism.expert_parallel_degree above 1{beside}: use one of"
+            f" {', '.join(sorted(apart))}",
         )
     if parallelism.enable_async_tensor_parallel:
         _check_async_tensor(config, device_type)

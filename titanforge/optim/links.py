@@ -31,6 +31,7 @@ class DataLinks:
     shards, shard: how many parts there are, and which one this rank has.
     reduce_scatter: `rows` [shards L] summed over the shards; part `shard` of the sum goes to `output` [L].
     all_reduce: sums in place over the `replicas` of this shard. None: there is one.
+    experts: of experts that ranks share: who else has the same ones. None: they are dealt like other weights.
     record: told of each exchange that a step issues between shards through DTensor: what for, payload bytes.
     """
 
@@ -40,6 +41,7 @@ class DataLinks:
     reduce_scatter: ReduceScatter | None = None
     all_reduce: AllReduce | None = None
     record: Callable[[str, int], None] | None = None
+    experts: DataLinks | None = None
 
 
 class RowSum:

@@ -313,6 +313,13 @@ def sees_same_input(tensor: DTensor, axis: int) -> bool:
     return (tensor.device_mesh.mesh_dim_names or ("",) * (axis + 1))[axis] == "tp"
 
 
+def is_anothers(tensor: DTensor, axis: int) -> bool:
+    """Whether ranks along this axis of its mesh have parts of the model to themselves, whatever they read:
+    the tensor axis, and experts that ranks share.
+    """
+    return (tensor.device_mesh.mesh_dim_names or ("",) * (axis + 1))[axis] in ("tp", "ep")
+
+
 def cuts(tensor: Tensor, dim: int | None) -> int:
     """Into how many parts the dim is cut, by all axes together; 1 for a tensor of one rank."""
     if not isinstance(tensor, DTensor):

@@ -14,7 +14,7 @@ from titanforge.optim.dobb.hooks import Reader
 from titanforge.optim.dobb.reduction import Captured
 from titanforge.optim.dobb.rule import Dobb
 from titanforge.optim.param_groups import ParamGroupSpec
-from titanforge.optim.states import sees_same_input, sharded_dim
+from titanforge.optim.states import is_anothers, sharded_dim
 
 
 class Entry(Protocol):
@@ -53,9 +53,10 @@ def _captured(entry: Entry, reader: Reader) -> Captured:
     chunk = blocks
     if isinstance(basis, DTensor):
         cut = {axis: sharded_dim(placement) for axis, placement in enumerate(basis.placements)}
-        # Of the tensor axis each rank captures its own columns: the others' blocks are none of its business.
-        for axis in [axis for axis, dim in cut.items() if dim is not None and sees_same_input(basis, axis)]:
+        # Each rank captures its own columns, or experts: the others' blocks are none of its business.
+        for axis in [axis for axis, dim in cut.items() if dim is not None and is_anothers(basis, axis)]:
             blocks //= basis.device_mesh.size(axis)
+            groups = max(1, groups // basis.device_mesh.size(axis))
             del cut[axis]
         chunk = blocks
         for axis, dim in cut.items():
@@ -63,7 +64,16 @@ def _captured(entry: Entry, reader: Reader) -> Captured:
                 length = basis.shape[dim] * blocks // (basis.numel() // basis.shape[-1] ** 2)
                 here = -(-length // basis.device_mesh.size(axis))
                 chunk = here * blocks // length
-    return Captured(entry.name, reader, _flat(statistic), _flat(basis), blocks, chunk, groups)
+    return Captured(
+        entry.name,
+        reader,
+        _flat(statistic),
+        _flat(basis),
+        blocks,
+        chunk,
+        groups,
+        experts=entry.param.dim() > 2,
+    )
 
 
 def _flat(state: Tensor) -> Tensor:

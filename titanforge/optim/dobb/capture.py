@@ -182,7 +182,7 @@ class DobbCapture(BasisKeeper):
 
     def __init__(self, rule: Dobb, weights: Sequence[Captured]) -> None:
         super().__init__(rule, weights)
-        self._buckets = buckets(self.weights)
+        self._buckets, self._apart = buckets(self.weights), False
         self._micro_batches = self._captured_micro_batches = 1
         self._next_bucket = 0
         self._watched = True  # readers may be open, by this or an earlier optimizer
@@ -194,6 +194,10 @@ class DobbCapture(BasisKeeper):
         self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def begin_step(self, num_micro_batches: int) -> None:
+        if self.links.experts is not None and not self._apart:  # experts have other partners
+            self._apart = True
+            dense = [weight for weight in self.weights if not weight.experts]
+            self._buckets = buckets(dense) + buckets([weight for weight in self.weights if weight.experts])
         super().begin_step(num_micro_batches)
         self._micro_batches = num_micro_batches
         self._captured_micro_batches = 1 if self.options.capture == "first" else num_micro_batches
@@ -271,8 +275,10 @@ class DobbCapture(BasisKeeper):
             while self._next_bucket < end:
                 bucket = self._buckets[self._next_bucket]
                 self._next_bucket += 1
-                self._last = Reduction(bucket, self.links, self.failed_blocks)
-                self._reductions.append(self._last)
+                links = self.links.experts if bucket[0].experts else None
+                self._reductions.append(Reduction(bucket, links or self.links, self.failed_blocks))
+                if links is None:
+                    self._last = self._reductions[-1]
 
     @torch.no_grad()
     def _prepare(self) -> None:

@@ -21,6 +21,7 @@ class Captured:
 
     reader: who reads it. statistic, basis: its states as they lie on this rank, [b, w, w], b of its `blocks`
     blocks: those from `shard * chunk` on. groups: statistics with positions of their own (experts), else 1.
+    experts: whether it has experts, whose partners may be others.
     cold: blocks of this rank, by number, that were never captured as far as the host knows. sums: outer
     products and positions while they are captured and not yet on their way.
     """
@@ -34,6 +35,7 @@ class Captured:
     groups: int = 1
     cold: list[int] = field(default_factory=list)
     sums: tuple[Tensor, Tensor] | None = None
+    experts: bool = False
 
     @property
     def width(self) -> int:
@@ -43,7 +45,7 @@ class Captured:
         """fp32 zeros: outer products of all blocks [B, w, w], or [E, B, w, w] of experts, and positions [] or
         [E].
         """
-        leading = () if self.groups == 1 else (self.groups,)
+        leading = (self.groups,) if self.experts else ()
         shape = (*leading, self.blocks // self.groups, self.width, self.width)
         device = self.basis.device
         return torch.zeros(shape, device=device), torch.zeros(leading, device=device)

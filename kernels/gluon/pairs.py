@@ -113,10 +113,30 @@ def load_slice(buf, scale, CODEC: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @jit
-def store_slice(buf, x, lane, meta_ptr, offsets, next_scale, largest, CODEC: gl.constexpr):
-    """Encode fp32 [64, 64] into shared memory. Returns the largest magnitudes (fp8)."""
+def nothing_met(LAYOUT: gl.constexpr, CODEC: gl.constexpr):
+    """What `store_slice` takes as `largest` before there is one."""
+    if (CODEC & KIND) == BLOCKWISE:
+        return gl.zeros([64], gl.float32, gl.SliceLayout(1, LAYOUT))
+    else:
+        return largest_so_far(gl.zeros([64, 64], gl.float32, LAYOUT), 0)
+
+
+@jit
+def store_scales(meta_ptr, offsets, scales, write, CODEC: gl.constexpr):
+    """The scales that `store_slice` returned, of block codecs. To come after the fence that hands the slice
+    on: it waits for every store before it, and one to global memory takes long.
+    """
+    if (CODEC & KIND) == BLOCKWISE:
+        gl.store(meta_ptr + offsets, scales, mask=write)
+
+
+@jit
+def store_slice(buf, x, lane, next_scale, largest, CODEC: gl.constexpr):
+    """Encode fp32 [64, 64] into shared memory. Returns what of it goes to `meta`: of block codecs the scales
+    [64], of fp8 the largest magnitudes so far.
+    """
     if (CODEC & KIND) == 0:
-        codes, largest = encode(x, lane, meta_ptr, offsets, None, next_scale, largest, CODEC)
+        codes, largest = encode(x, lane, None, 0, None, next_scale, largest, CODEC)
         buf.store(codes)
     else:
         if CODEC & ROOT:
@@ -124,7 +144,7 @@ def store_slice(buf, x, lane, meta_ptr, offsets, next_scale, largest, CODEC: gl.
         if (CODEC & KIND) == BLOCKWISE:
             factor, scale = block_scales(row_largest(x, CODEC), CODEC)
             y = block_rounded(x, factor[:, None], lane, CODEC)
-            gl.store(meta_ptr + offsets, scale)
+            largest = gl.convert_layout(scale, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
         else:
             largest = gl.maximum(largest, largest_so_far(x, CODEC))
             y = fp8_scaled(x, next_scale, CODEC)

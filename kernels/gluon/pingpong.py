@@ -26,7 +26,7 @@ from titanforge.kernels.gluon._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from titanforge.kernels.gluon.pairs import largest_so_far, load_slice, store_slice
+from titanforge.kernels.gluon.pairs import load_slice, nothing_met, store_scales, store_slice
 from titanforge.kernels.gluon.slices import (
     accumulator_lanes,
     accumulator_words,
@@ -177,7 +177,7 @@ def update_slice(
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
     RING: gl.constexpr, BY_SLICE: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of one slice, on what the ring holds of it. Returns the magnitudes met (fp8).
+    """Epilogue of one slice, on what the ring holds of it. Returns what `store_slice` does.
 
     write: the slice is applied. rescale: it is not, but the scale of whole-tensor codecs moves on.
     first_row, first_column: of the slice in the whole weight, for random bits; unknown_zero: as
@@ -217,30 +217,24 @@ def update_slice(
         if MASTER:
             master_buf.index(slot).store(w)
         if WEIGHT:
-            _largest = store_slice(w_buf.index(slot), w, w_lane, None, 0, 0.0, 0.0, W_CODEC)
+            _largest = store_slice(w_buf.index(slot), w, w_lane, 0.0, 0.0, W_CODEC)
         if SLOTS >= 1:
-            s0_largest = store_slice(
-                s0_buf.index(slot), s0, s0_lane, s0_meta_ptr, s0_offsets, s0_next, s0_largest, S0_CODEC
-            )
+            s0_largest = store_slice(s0_buf.index(slot), s0, s0_lane, s0_next, s0_largest, S0_CODEC)
         if SLOTS >= 2:
-            s1_largest = store_slice(
-                s1_buf.index(slot), s1, s1_lane, s1_meta_ptr, s1_offsets, s1_next, s1_largest, S1_CODEC
-            )
+            s1_largest = store_slice(s1_buf.index(slot), s1, s1_lane, s1_next, s1_largest, S1_CODEC)
     # Two conditions: the first is decided at compile time.
     if (S0_CODEC & KIND) == TENSORWISE or (S1_CODEC & KIND) == TENSORWISE:  # noqa: SIM102
         if rescale:
             if (S0_CODEC & KIND) == TENSORWISE:
                 old = load_slice(s0_buf.index(slot), s0_scale, S0_CODEC, layout)
-                s0_largest = store_slice(
-                    s0_buf.index(slot), old, 0, s0_meta_ptr, s0_offsets, s0_next, s0_largest, S0_CODEC
-                )
+                s0_largest = store_slice(s0_buf.index(slot), old, 0, s0_next, s0_largest, S0_CODEC)
             if (S1_CODEC & KIND) == TENSORWISE:
                 old = load_slice(s1_buf.index(slot), s1_scale, S1_CODEC, layout)
-                s1_largest = store_slice(
-                    s1_buf.index(slot), old, 0, s1_meta_ptr, s1_offsets, s1_next, s1_largest, S1_CODEC
-                )
+                s1_largest = store_slice(s1_buf.index(slot), old, 0, s1_next, s1_largest, S1_CODEC)
     fence_async_shared()
     mbarrier.arrive(updated.index(slot), count=1)
+    store_scales(s0_meta_ptr, s0_offsets, s0_largest, write, S0_CODEC)
+    store_scales(s1_meta_ptr, s1_offsets, s1_largest, write, S1_CODEC)
     return s0_largest, s1_largest
 
 
@@ -267,11 +261,10 @@ def consume(
     programs = gl.num_programs(0)
     rows = gl.arange(0, 64, ROWS)
     apply = gl.load(h_ptr) != 0
-    nothing = gl.zeros([64, 64], gl.float32, SLICE)
     s0_next = next_scale_of(s0_meta_ptr, S0_CODEC)
     s1_next = next_scale_of(s1_meta_ptr, S1_CODEC)
-    s0_largest = largest_so_far(nothing, 0)
-    s1_largest = largest_so_far(nothing, 0)
+    s0_largest = nothing_met(SLICE, S0_CODEC)
+    s1_largest = nothing_met(SLICE, S1_CODEC)
     op = 1 - WID  # a fresh barrier lets the first consumer pass; the second waits for the first
     for t in range(WID, tiles, 2):
         program = first + t * programs

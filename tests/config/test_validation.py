@@ -132,8 +132,13 @@ def test_split_sequences_must_divide_and_what_is_not_shown_with_them_is_refused(
     for argument in ("training.enable_cpu_offload=true",):
         assert refusal_of(*tensor, f"--{argument}", world_size=8).startswith(argument.split("=")[0])
     compiled = (*tensor, "--compile.enable=true")
-    for argument in ("activation_checkpoint.mode=full", "parallelism.context_parallel_degree=2"):
-        assert validate(*compiled, f"--{argument}", world_size=8) == []
+    assert validate(*compiled, "--activation_checkpoint.mode=full", world_size=8) == []
+    ring = (*compiled, "--parallelism.context_parallel_degree=2")
+    (warning,) = validate(*ring, world_size=8)
+    assert warning.startswith('parallelism.context_parallel_method = "ring": forms attention scores')
+    assert validate(*ring, "--data.document_mask=false", world_size=8) == []
+    assert validate(*ring, "--parallelism.context_parallel_method=ulysses", world_size=8) == []
+    assert validate(*ring, world_size=8, device="cpu") == []
     for key, value in (("side", "G"), ("norm", "l2"), ("source", "gradient")):
         dobb = ("--optimizer.name=Dobb", f"--optimizer.dobb.{key}={value}")
         assert refusal_of(*tensor, *dobb, world_size=8).startswith(f'optimizer.dobb.{key} = "{value}"')

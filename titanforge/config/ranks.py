@@ -73,6 +73,18 @@ def check_ranks(config: JobConfig, world_size: int, device_type: str) -> int:
     return parallelism.data_parallel_replicate_degree * left
 
 
+def slow_attention(config: JobConfig, device_type: str) -> list[str]:
+    """A warning where the ring has no kernel for what it is asked to mask."""
+    parallelism = config.parallelism
+    ring = parallelism.context_parallel_degree > 1 and parallelism.context_parallel_method == "ring"
+    if not ring or not config.data.document_mask or device_type != "cuda":
+        return []
+    return [
+        'parallelism.context_parallel_method = "ring": forms attention scores with data.document_mask = true,'
+        ' which is slow and takes memory; "ulysses" (whose degree divides the heads) does not'
+    ]
+
+
 def _check_async_tensor(config: JobConfig, device_type: str) -> None:
     """The compiler puts collectives beside matrix products, in memory that GPUs read of each other."""
     compiled = config.compile.enable and "model" in config.compile.components

@@ -15,7 +15,7 @@ from titanforge.config.bounds import check_bounds
 from titanforge.config.checkpoints import check_checkpoint
 from titanforge.config.datasets import check_data, check_validation
 from titanforge.config.effectless import effectless_settings
-from titanforge.config.ranks import check_ranks
+from titanforge.config.ranks import check_ranks, slow_attention
 from titanforge.config.rules import rule_name
 from titanforge.config.schema import refusal, show
 from titanforge.config.sections import JobConfig
@@ -37,6 +37,7 @@ def validate_config(config: JobConfig, world_size: int, device_type: str) -> lis
     check_bounds(config)
     warnings: list[str] = []
     data_parallel = check_ranks(config, world_size, device_type)
+    warnings += slow_attention(config, device_type)
     _check_batch(config, data_parallel)
     check_optimizer(config)
     check_dobb(config)

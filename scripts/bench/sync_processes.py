@@ -124,11 +124,12 @@ def train_cell(
 
 
 def read_run(folder: Path, steps: int) -> dict[str, Any]:
-    """What `train_threads` returns, from the folder of a run of train.py."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """What `train_threads` returns, from the folder of a run of train.py, which may have been cut."""
+    path = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     trained = [record for record in records if "loss" in record]
     validation = [record["validation_loss"] for record in records if "validation_loss" in record]
-    last, totals = trained[-1], {}
+    last, totals = trained[-1] if trained else {"step": 0}, {}
     for key, value in last.items():
         if key.startswith("comm/") and key.endswith("_bytes"):
             purpose = key.split("/")[2].removesuffix("_bytes")

@@ -52,7 +52,10 @@ def test_a_killed_rank_is_reported_with_its_signal():
 
 def test_torchrun_runs_a_script_on_every_rank(tmp_path):
     script = tmp_path / "hello.py"
-    script.write_text("import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    # In one write: print makes several, which those of the other rank may come between.
+    script.write_text(
+        "import os; os.write(1, 'rank {RANK} of {WORLD_SIZE}\\n'.format(**os.environ).encode())"
+    )
     done = run_torchrun([str(script)], nproc=2)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]

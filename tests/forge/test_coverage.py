@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.forge.toy import fuse, options_of, ordinary, train, weights
+from tests.forge.toy import fuse, options_of, ordinary, same, train, weights
+from titanforge.forge import ForgeOptimizer, Ranks, attach
 from titanforge.forge.coverage import cover
 from titanforge.forge.probe import probe_readers
+from titanforge.optim.build import build_groups
 
 
 class Zoo(nn.Module):
@@ -259,6 +261,33 @@ def test_a_weight_that_is_no_longer_the_fused_one_is_an_error(change: Any, words
     change(model)
     with pytest.raises(RuntimeError, match=rf"'linear\.weight' {words}.*: attach again"):
         optimizer.begin_step(1)
+
+
+def test_weights_whose_gradients_are_handed_over_change_optimizers_too() -> None:
+    """The former one's hooks must not take what is the new one's."""
+    options, ranks = options_of(), Ranks({"dp_shard": 2})
+    taken, fresh = Changing(""), Changing("")
+
+    def attached(model: nn.Module) -> ForgeOptimizer:
+        groups, probe = build_groups(model, options), lambda: changing_loss(model, 0)
+        return attach(model, groups, probe=probe, ranks=ranks, seed=3)
+
+    former = attached(taken)
+    optimizer = attached(taken)
+    former.detach()  # of what it has no more
+    train(taken, optimizer, 0, 2, loss=changing_loss)
+    train(fresh, attached(fresh), 0, 2, loss=changing_loss)
+    assert same(weights(taken), weights(fresh))
+    former = optimizer
+    optimizer = attached(taken)
+    with pytest.raises(RuntimeError, match=r"'linear\.weight' has another optimizer by now: attach again"):
+        former.begin_step(1)
+    frozen(taken)
+    with pytest.raises(RuntimeError, match=r"'linear\.weight' was frozen .*: attach again"):
+        optimizer.begin_step(1)
+    optimizer.detach()
+    changing_loss(taken, 0).backward()
+    assert taken.other.weight.grad is not None
 
 
 @pytest.mark.parametrize("pickled", [False, True])

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from titanforge.forge.clip import LaggedClip
 from titanforge.forge.coverage import Covered
@@ -77,7 +76,6 @@ class ForgeOptimizer(RuleOptimizer):
         self._sinks: dict[str, Sink] = {}
         self._by_param: dict[int, HookedSink] = {}
         self._queue = ArrivalQueue()
-        self._hooks: list[RemovableHandle] = []
         self._modules: list[nn.Module] = []
         self._read: list[FusedRead] = []
         self._updates = WeightUpdates(self._clock, self.capture, update_in_backward)
@@ -127,11 +125,9 @@ class ForgeOptimizer(RuleOptimizer):
             self._modules.append(module)
 
     def _hook(self, sink: HookedSink, param: nn.Parameter) -> None:
-        sink.param, sink.queue = param, self._queue
         self._by_param[id(param)] = sink
         # Between replicas the sync policy hands over what it has reduced: see `take_reduced`.
-        if "dp_replicate" not in sink.plan.reduce_axes:
-            self._hooks.append(param.register_post_accumulate_grad_hook(sink.arrived))
+        sink.hold(param, self._queue, listen="dp_replicate" not in sink.plan.reduce_axes)
 
     def takes(self, param: Tensor) -> bool:
         """Whether `take_reduced` consumes this weight's gradient."""
@@ -148,8 +144,8 @@ class ForgeOptimizer(RuleOptimizer):
         """Give the model its ordinary forwards back; the optimizer then has its states and no more use."""
         for module in self._modules:
             restore_module(module)
-        for hook in self._hooks:
-            hook.remove()
+        for sink in self._by_param.values():
+            sink.release()
         self._modules.clear()
         self._read.clear()
         self._sinks.clear()
@@ -186,8 +182,8 @@ class ForgeOptimizer(RuleOptimizer):
                 f"the plan is for {self._micro_batches} micro-batches a step, not {num_micro_batches}: "
                 "attach again"
             )
-        for read in self._read:
-            read.check()
+        for fused in (*self._read, *self._by_param.values()):
+            fused.check()
         super().begin_step(num_micro_batches)
         self.prepare_step()
         self._clock.index = -1

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanforge.forge.sinks import Sink, choose_scales
 from titanforge.optim.local_update import update_elementwise, update_layers, update_state_global
@@ -53,14 +55,52 @@ class Ranks:
         return (against == 0).to(flag.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class _Hold:
+    """Whose a weight is. hook: on its gradient; None where the sync policy hands it over."""
+
+    hook: RemovableHandle | None
+
+
+_HOLDS = WeakTensorKeyDictionary()
+"""By weight, the hold of the sink that was attached last: it refers to no weight, which may go."""
+
+
 @dataclass(eq=False)
 class HookedSink(Sink):
-    """The sink of a weight that is handed its whole gradient, or its shard of it. Set `param` and `queue`
-    after it is made.
+    """The sink of a weight that is handed its whole gradient, or its shard of it. Call `hold` after it is
+    made.
     """
 
     param: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.empty(0)))
     queue: ArrivalQueue | None = None
+    _hold: _Hold | None = None
+
+    def hold(self, param: nn.Parameter, queue: ArrivalQueue, listen: bool) -> None:
+        """Take the weight, from a former optimizer's sink if there is one. listen: to its `.grad`."""
+        self.param, self.queue = param, queue
+        former: _Hold | None = _HOLDS.get(param)
+        if former is not None and former.hook is not None:
+            former.hook.remove()
+        self._hold = _Hold(param.register_post_accumulate_grad_hook(self.arrived) if listen else None)
+        _HOLDS[param] = self._hold
+
+    def release(self) -> None:
+        """Let the weight go, unless another sink has it by now."""
+        if self._hold is not None and _HOLDS.get(self.param) is self._hold:
+            if self._hold.hook is not None:
+                self._hold.hook.remove()
+            del _HOLDS[self.param]
+
+    def check(self) -> None:
+        """Raises RuntimeError if the weight is another optimizer's by now, or gets no gradient any more."""
+        if _HOLDS.get(self.param) is not self._hold:
+            what = "has another optimizer by now"
+        elif not self.param.requires_grad:
+            what = "was frozen after it was attached"
+        else:
+            return
+        raise RuntimeError(f"the fused weight {self.name!r} {what}: attach again")
 
     def arrived(self, param: Tensor) -> None:
         """As a hook after accumulation: of the last micro-batch, consume `.grad` and drop it."""

@@ -18,14 +18,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, _world
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from titanforge.parallelisms.flight_recorder import FlightRecorder
 from titanforge.parallelisms.peers import PeerWatch
 
 # One slow file system must not look like a hung rank: writing and verifying terabytes takes a while.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
+
+# Before torch 2.14 it had a private name, which now warns.
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 class PeerFailure(RuntimeError):
@@ -159,7 +162,7 @@ class Runtime:
         dist.barrier(group=self.control_group)
         for group in list(_world.pg_map):
             if group is not self.checkpoint_group and dist.get_rank(group) >= 0:
-                _set_pg_timeout(self.train_timeout, group)
+                _set_timeout(self.train_timeout, group)
 
     def close(self) -> None:
         """Leave the groups; safe to call twice."""

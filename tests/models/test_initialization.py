@@ -193,10 +193,10 @@ def test_five_million_weights_are_quick():
     model = debug_model().to_empty(device="cpu")
     assert sum(p.numel() for p in model.parameters()) > 4.8e6
     best = math.inf
-    for _ in range(3):  # other work on the machine only ever adds
-        start = time.perf_counter()
+    for _ in range(3):
+        start = time.thread_time()  # not the clock's: other work on the machine is no part of it
         initialize_weights(model, 0)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.thread_time() - start)
     assert best < 1.5
 
 

@@ -1,6 +1,6 @@
 """Entry point: ``torchrun train.py --job.config_file train_configs/quickstart.toml [--section.key value]``.
 
-Exit codes: 0 done; 1 error; 2 configuration error; 75 stopped by a signal after saving a checkpoint
+Exit codes: 0 done; 1 error; 2 configuration error; 75 stopped by a signal, after a save if it could
 (run the same command again to resume); 76 non-finite loss. torchrun itself reports any of the last as 1.
 """
 

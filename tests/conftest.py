@@ -1,7 +1,9 @@
-"""How tests are dealt to several workers (`pytest -n 2`)."""
+"""What holds for every test, and how they are dealt to several workers (`pytest -n 2`)."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,3 +35,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """On a worker the long tests, those that train, come early: the last to end must not be one of them."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith("tests/trainer/"))
+
+
+@pytest.fixture(autouse=True)
+def signals_left_alone() -> Iterator[None]:
+    """A trainer that is not closed would keep pytest from ending when it is told to."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    after = [signal.getsignal(number) for number in numbers]
+    for number, handler in zip(numbers, before):
+        signal.signal(number, handler)
+    assert after == before, "the test left handlers of signals behind: close its trainers"

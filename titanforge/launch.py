@@ -18,6 +18,7 @@ from titanforge.interruption import (
     EXIT_NONFINITE,
     Interrupted,
     NonFiniteLoss,
+    StopSignal,
 )
 
 
@@ -100,6 +101,14 @@ def _train(config: JobConfig, rank: int, world_size: int, device_type: str) -> i
             tell(one_line(error))
             return EXIT_CONFIG
         print(f"[rank {rank}] failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        if trainer is not None and (number := trainer.stop_signal.received):
+            # A signal to the process group ends children, too: compilers, workers.
+            print(
+                f"stopped: rank {rank}: {StopSignal.name(number)} in step {trainer.step + 1}, which "
+                "then failed (above); run the same command again to resume from the latest checkpoint.",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            return EXIT_INTERRUPTED
         return EXIT_ERROR
     finally:
         if trainer is not None:

@@ -76,6 +76,9 @@ class Trainer:
     def _where(self) -> tuple[int, str]:
         return self.ledger.issued, f"in step {self.step + 1}, latest collective: {self.ledger.latest}"
 
+    def _place(self) -> str:
+        return f"in step {self.step + 1}" if hasattr(self, "step") else "before the first step"
+
     def _owned(self, part: Any) -> Any:
         """Have ``part`` closed at the end, the newest first."""
         self._resources.callback(part.close)
@@ -83,7 +86,7 @@ class Trainer:
 
     def _build(self, device_type: str) -> None:
         config = self.config
-        self.stop_signal = self._owned(StopSignal())
+        self.stop_signal = self._owned(StopSignal(config.job.stop_timeout_seconds, self._place))
         self.runtime = self._owned(init_distributed(config.comm, device_type, str(self.dump_folder)))
         self.device = self.runtime.device
         self.is_main = self.runtime.rank == 0
@@ -383,9 +386,12 @@ class Trainer:
         failure: Exception | None = None
         batches: list[Batch] = []
         position = self.loader.state_dict()
+        signal_seen = self.stop_signal.received
         with self.metrics.data_loading():
             try:
-                batches = [next(self.loader) for _ in range(self.micro_batches)]
+                # Not after a signal, which the data's workers may have died of.
+                if not signal_seen:
+                    batches = [next(self.loader) for _ in range(self.micro_batches)]
             except Exception as error:
                 failure = error
         replicas = self.dims.degree("dp_replicate")
@@ -411,6 +417,7 @@ class Trainer:
         totals = [count // self.dims.sharers for count in totals]
         self.source_tokens = dict(zip(from_sources, totals[replicas:]))
         if signalled:
+            self.stop_signal.heeded()
             self._save_between_steps(position)
             self._interrupt(signalled)
         return batches, totals[:replicas]
@@ -436,7 +443,7 @@ class Trainer:
 
     def _save(self, last: bool = False) -> None:
         self._stop_if_nonfinite()
-        with self.metrics.pause():
+        with self.metrics.pause(), self.stop_signal.unhurried():
             self.sync_point("checkpoint")
             self.checkpointer.save(self.step, self.state, last=last)
 

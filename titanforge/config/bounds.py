@@ -73,6 +73,7 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "validation.freq": (1, None),
     "validation.sample_tokens": (1, None),
     "validation.sample_temperature": (0, None),
+    "job.stop_timeout_seconds": (1, 10**9),
     "comm.init_timeout_seconds": (1, 10**9),
     "comm.train_timeout_seconds": (1, 10**9),
     "comm.trace_buf_size": (0, None),

@@ -27,6 +27,9 @@ class Job:
     """Also write the merged configuration to this file, relative to `job.dump_folder`."""
     dry_run: bool = False
     """Validate everything, build the model without memory, print sizes and layout, and exit."""
+    stop_timeout_seconds: int = 120
+    """Time that a SIGTERM or SIGINT leaves to the step under way, saves not counted; a process that has come
+    to no step boundary by then shows where it stands and ends. Steps that take longer need more."""
 
 
 @dataclass

@@ -15,7 +15,8 @@ from titanforge.config import JobConfig
 from titanforge.data import build_tokenizer
 from titanforge.forge import Granule, Ranks, plan_report, preview
 from titanforge.forge.head import CHUNK_LOGITS as FUSED_CHUNK_LOGITS
-from titanforge.forge.report import PlanLine
+from titanforge.forge.plan import keeps_logits
+from titanforge.forge.report import PlanLine, unkept_logits
 from titanforge.layout import (
     DTYPES,
     axis_lines,
@@ -77,7 +78,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         shards = dims.degree("dp_shard_cp")
         exchanges = exchange_lines(optimizer_groups, shards, in_rows, dims.dp_replicate)
         lines += [f"  {line}" for line in exchanges]
-    gradient_bytes, update_in_backward = DTYPES[training.dtype].itemsize, False
+    gradient_bytes, update_in_backward, logits_kept = DTYPES[training.dtype].itemsize, False, 0
     if config.forge.enable:
         plan = preview(
             model,
@@ -91,6 +92,9 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         # Per weight of the model: none for those that are consumed where they are made, or as they arrive.
         gradient_bytes = held_for_gradients(plan, config, micro_batches) / total
         update_in_backward = any(line.plan.deferred and not line.plan.by_hook for line in plan)
+        if config.forge.keep_logits:
+            logits_kept = kept_logits(plan)
+            lines += filter(None, [unkept_logits(plan)])
     estimates = [
         rank_memory(
             config,
@@ -102,6 +106,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
             state_bytes_per_param=state_bytes(optimizer_groups, config.optimizer) / total,
             update=update_bytes(optimizer_groups),
             update_in_backward=update_in_backward,
+            logits_kept=logits_kept,
         )
         for rank, part in enumerate(rank_models(model, stages))
     ]
@@ -138,10 +143,12 @@ def rank_memory(
     state_bytes_per_param: float,
     update: int,
     update_in_backward: bool,
+    logits_kept: int,
 ) -> MemoryEstimate:
     """What a rank will need whose pipeline stages are ``model``, which is on meta and whole along other axes.
 
-    layers: blocks whose activations are alive, those of several micro-batches each counted.
+    layers: blocks whose activations are alive, those of several micro-batches each counted. logits_kept: of
+    each token, from forward to backward.
     """
     training, recompute, tp = config.training, config.activation_checkpoint, dims.tp
     compute_bytes = DTYPES[compute_dtype(config)].itemsize
@@ -175,7 +182,7 @@ def rank_memory(
             compiled=config.compile.enable and "model" in config.compile.components,
             loss_chunk_tokens=max(1, chunk_logits * tp // args.vocab_size),
         )
-        + (batch * seq_len * args.vocab_size // tp * compute_bytes if config.forge.keep_logits else 0)
+        + batch * seq_len * logits_kept * compute_bytes
         + (gathered * args.dim * batch * seq_len * compute_bytes * (tp - 1) // tp),
         dp_shard=dims.degree("dp_shard_cp"),
         layer_params=largest_unit(model, tp, dims.ep),
@@ -208,6 +215,12 @@ def held_for_gradients(plan: Sequence[PlanLine], config: JobConfig, micro_batche
         if line.plan.granule is Granule.LAYER:
             formed = max(formed, line.numel * 4)
     return held + formed
+
+
+def kept_logits(plan: Sequence[PlanLine]) -> int:
+    """Logits of a token that `forge.keep_logits` keeps: a tied head hands a copy on to the embedding."""
+    copies = {"head": 1, "tied": 2}
+    return sum(copies[line.kind] * line.shape[0] for line in plan if keeps_logits(line.kind, line.plan))
 
 
 def stashed_values(line: PlanLine, tokens: int) -> int:

@@ -224,3 +224,4 @@ def test_head_that_keeps_its_logits(
     assert largest_difference(weights(again), weights(kept)) < (2e-5 if not recipe else 2e-3)
     stashed = second._plans["output.weight"].join == "stash"
     assert (formed["kept"] < formed["again"]) != stashed
+    assert ("keep_logits = true has no effect" in second.report()) == stashed

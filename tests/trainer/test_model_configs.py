@@ -73,6 +73,30 @@ def test_dry_run_fits_the_gpus_that_the_file_names(stem):
         assert re.search(rf"Sized for {words[ranks]} {gib} GiB GPU", head)
 
 
+def test_kept_logits_are_estimated_where_they_are_kept():
+    """2^19 tokens of 258 logits; a tied head's twice; none where the key has no effect, which is said."""
+
+    def dry_run(*words):
+        shape = ["--training.local_batch_size=256", "--training.seq_len=2048"]
+        config = load_config(["--training.max_norm=0", "--model.flavor=debugmodel", *shape, *words])
+        report = dry_run_report(config, 1, "cpu")
+        return float(re.findall(r"activations\s+([\d.]+) GiB", report)[0]), report
+
+    keep, two = "--forge.keep_logits=true", "--training.global_batch_size=512"
+    fused = "--forge.enable=true"
+    for words, times in (
+        (["--model.name=llama3"], 1),
+        (["--model.name=gpt2", "--model.n_positions=2048"], 2),
+    ):
+        (without, _), (kept, report) = dry_run(*words, fused), dry_run(*words, fused, keep)
+        assert kept - without == pytest.approx(times * 2**19 * 258 * 2 / 2**30, abs=0.0011)
+        assert "keep_logits" not in report
+        kept, report = dry_run(*words, fused, two, keep)
+        assert kept == dry_run(*words, fused, two)[0]
+        assert "keep_logits = true has no effect: the head joins micro-batches by their tokens" in report
+        assert dry_run(*words, keep)[0] == dry_run(*words)[0]
+
+
 def pools_told(text):
     """GiB by the dry run's name of the pool, of the table that a file may have among its first lines."""
     names = {

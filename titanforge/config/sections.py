@@ -425,8 +425,9 @@ class Forge:
     """How micro-batches are joined for rules that are not affine in the gradient."""
     keep_logits: bool = False
     """Keep a fused head's logits from forward to backward in place of forming them again: one matrix product
-    of the head's four less, for tokens x vocabulary x 2 bytes (bf16) more at the peak. Without effect where
-    the head's micro-batches are stashed."""
+    of the head's four less, for tokens x vocabulary x 2 bytes (bf16) more at the peak (twice, of a head that
+    shares its weight with the embedding). Without effect, which the plan then says, where the head's
+    micro-batches are stashed or ranks share it."""
 
 
 @dataclass

@@ -19,8 +19,8 @@ from titanforge.forge.head import HeadSink
 from titanforge.forge.hooked import ArrivalQueue, HookedSink, Ranks, consume, total_square
 from titanforge.forge.modules import FusedRead, fuse_module, restore_module
 from titanforge.forge.ops import register_sink
-from titanforge.forge.plan import Kind, ParamPlan
-from titanforge.forge.report import PlanLine, plan_report
+from titanforge.forge.plan import Kind, ParamPlan, keeps_logits
+from titanforge.forge.report import PlanLine, plan_report, unkept_logits
 from titanforge.forge.sinks import Clock, Hyper, Sink
 from titanforge.forge.tied import TiedSink
 from titanforge.forge.weight_updates import WeightUpdates
@@ -64,6 +64,7 @@ class ForgeOptimizer(RuleOptimizer):
         self._model = model
         self._ranks = ranks or Ranks()
         self._plans = plans
+        self._keep_logits = keep_logits
         self._kinds: dict[str, Kind] = {name: one.placement.kind for name, one in covered.items()}
         self._micro_batches = micro_batches
         self._clip = LaggedClip(max_norm, self._device)
@@ -79,16 +80,16 @@ class ForgeOptimizer(RuleOptimizer):
         self._modules: list[nn.Module] = []
         self._read: list[FusedRead] = []
         self._updates = WeightUpdates(self._clock, self.capture, update_in_backward)
-        self._fuse(covered, keep_logits)
+        self._fuse(covered)
 
     # ---------------------------------------------------------------- building
 
     def _entries_with_family(self) -> list[tuple[Entry, Family]]:
         return [(entry, family) for family in self._families for entry in family.entries]
 
-    def _fuse(self, covered: Mapping[str, Covered], keep_logits: bool) -> None:
+    def _fuse(self, covered: Mapping[str, Covered]) -> None:
         fused: dict[int, tuple[nn.Module, dict[str, Kind], dict[str, Tensor]]] = {}
-        stashing: set[int] = set()
+        keeping: set[int] = set()
         for family, hyper in zip(self._families, self._hyper):
             for entry in family.entries:
                 param_plan, owner = self._plans[entry.name], covered[entry.name]
@@ -117,11 +118,10 @@ class ForgeOptimizer(RuleOptimizer):
                             entry.name, module, owner.attribute, owner.param, owner.param.data_ptr(), handle
                         )
                     )
-                    if param_plan.join == "stash":
-                        stashing.add(id(module))
+                    if self._keep_logits and keeps_logits(owner.placement.kind, param_plan):
+                        keeping.add(id(module))
         for module, kinds, handles in fused.values():
-            # Micro-batches that are joined by their tokens have their logits formed again anyway.
-            fuse_module(module, kinds, handles, keep_logits and id(module) not in stashing)
+            fuse_module(module, kinds, handles, id(module) in keeping)
             self._modules.append(module)
 
     def _hook(self, sink: HookedSink, param: nn.Parameter) -> None:
@@ -167,7 +167,8 @@ class ForgeOptimizer(RuleOptimizer):
 
     def report(self) -> str:
         """The plan, grouped, and what the rules send, for printing at start-up."""
-        return "\n".join(filter(None, (plan_report(self.plan, self._model), super().report())))
+        unkept = unkept_logits(self.plan) if self._keep_logits else ""
+        return "\n".join(filter(None, (plan_report(self.plan, self._model), unkept, super().report())))
 
     # ---------------------------------------------------------------- a step
 

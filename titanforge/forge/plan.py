@@ -133,6 +133,13 @@ def plan(rule: UpdateRule, placement: Placement, mesh: Mapping[str, int], schedu
     return _at_once(rule, placement)
 
 
+def keeps_logits(kind: Kind, decided: ParamPlan) -> bool:
+    """Whether `forge.keep_logits` has an effect on a weight: on a head's, but not where micro-batches are
+    joined by their tokens, whose logits are formed again anyway, nor where ranks hand over the gradient.
+    """
+    return kind in ("head", "tied") and decided.fused and not decided.by_hook and decided.join != "stash"
+
+
 def _shared_by_experts(mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Axes over which experts are sharded: what expert parallelism leaves of dp_shard x cp x tp."""
     ranks = mesh.get("dp_shard", 1) * mesh.get("cp", 1) * mesh.get("tp", 1)

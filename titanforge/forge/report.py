@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from titanforge.forge.coverage import frozen_parameters
-from titanforge.forge.plan import Kind, ParamPlan
+from titanforge.forge.plan import Kind, ParamPlan, keeps_logits
 
 GIB = 1024**3
 
@@ -29,6 +29,20 @@ class PlanLine:
     def numel(self) -> int:
         """Number of weights."""
         return torch.Size(self.shape).numel()
+
+
+def unkept_logits(lines: Sequence[PlanLine]) -> str:
+    """Why `forge.keep_logits = true` does nothing; empty if it does something."""
+    if any(keeps_logits(line.kind, line.plan) for line in lines):
+        return ""
+    heads = [line.plan for line in lines if line.kind in ("head", "tied")]
+    if any(decided.by_hook for decided in heads):
+        why = "ranks share the head"
+    elif any(decided.join == "stash" for decided in heads):
+        why = "the head joins micro-batches by their tokens"
+    else:
+        why = "no head is fused"
+    return f"forge.keep_logits = true has no effect: {why}"
 
 
 def plan_report(lines: Sequence[PlanLine], model: nn.Module) -> str:

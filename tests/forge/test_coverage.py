@@ -290,6 +290,17 @@ def test_weights_whose_gradients_are_handed_over_change_optimizers_too() -> None
     assert taken.other.weight.grad is not None
 
 
+def test_detaching_a_former_optimizer_leaves_the_new_one_its_model() -> None:
+    model = Changing("")
+    former, optimizer = (fuse(model, options_of(), loss=changing_loss) for _ in range(2))
+    former.detach()
+    train(model, optimizer, 0, 1, loss=changing_loss)
+    assert model.linear.weight.grad is None
+    optimizer.detach()
+    changing_loss(model, 0).backward()
+    assert model.linear.weight.grad is not None
+
+
 @pytest.mark.parametrize("pickled", [False, True])
 def test_a_copy_is_an_ordinary_model(pickled: bool) -> None:
     """As weight averages are taken: it shares nothing with the fused one, and its backward is ordinary."""

@@ -141,9 +141,13 @@ class ForgeOptimizer(RuleOptimizer):
         consume(sinks)
 
     def detach(self) -> None:
-        """Give the model its ordinary forwards back; the optimizer then has its states and no more use."""
+        """Give the model its ordinary forwards back, but what another optimizer has taken over; this one then
+        has its states and no more use.
+        """
+        held = {id(read.module) for read in self._read if read.held}
         for module in self._modules:
-            restore_module(module)
+            if id(module) in held:
+                restore_module(module)
         for sink in self._by_param.values():
             sink.release()
         self._modules.clear()

@@ -51,6 +51,11 @@ class FusedRead:
     address: int
     handle: Tensor
 
+    @property
+    def held(self) -> bool:
+        """Whether the module reads it for this optimizer, and for no later one."""
+        return self.module.__dict__.get("_forge_" + self.attribute) is self.handle
+
     def check(self) -> None:
         """Raises RuntimeError if the module has another weight by now, or another optimizer."""
         param, held = self.param, self.module._parameters.get(self.attribute)
@@ -58,7 +63,7 @@ class FusedRead:
             what = "moved or was replaced (load_state_dict with assign = True?) after it was attached"
         elif not param.requires_grad:
             what = "was frozen after it was attached"
-        elif self.module.__dict__.get("_forge_" + self.attribute) is not self.handle:
+        elif not self.held:
             what = "has another optimizer by now"
         else:
             return

@@ -118,6 +118,7 @@ class Trainer:
                 runtime=self.runtime,
                 form=huggingface_form(config, self.model_args),
                 hf_assets_path=config.model.hf_assets_path,
+                around_wait=self.stop_signal.unhurried,
             )
         )
         self.validator = Validator(self) if config.validation.enable else None

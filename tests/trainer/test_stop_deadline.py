@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -54,6 +55,21 @@ def _save_is_slow(trainer: Trainer) -> None:
     trainer.checkpointer.save = slow
 
 
+def _last_save_is_slow(trainer: Trainer) -> None:
+    """Signalled where the run waits for a save in the background, after its last step."""
+    save = trainer.checkpointer.save
+
+    def begun(*args: object, **more: object) -> None:
+        save(*args, **more)  # pyright: ignore[reportArgumentType]
+        future: Future[None] = Future()
+        threading.Timer(1.5, future.set_result, (None,)).start()
+        trainer.checkpointer._pending = (2, future)
+        _signal_to_all()
+
+    trainer.checkpointer.save = begun
+    trainer.config.training.steps = 2
+
+
 def _forked_child_is_signalled(trainer: Trainer) -> None:
     """Which is no business of its parent."""
     if not (child := os.fork()):
@@ -74,6 +90,7 @@ CASES = {
     _c_waits: (75, "SIGTERM in step 2, and no step boundary for 1 s since (job.stop_timeout_seconds)", 1),
     _child_is_killed: (75, "SIGTERM in step 2, which then failed (above)", 1),
     _save_is_slow: (75, "stopped: SIGTERM after step 2; run the same command again to resume.", 2),
+    _last_save_is_slow: (0, "", 2),
     _forked_child_is_signalled: (0, "", 2),
 }
 

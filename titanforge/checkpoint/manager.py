@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import shutil
@@ -70,6 +71,7 @@ class CheckpointManager:
     Args:
         form: how the model is stored by Hugging Face's tools, for `initial_load_in_hf` and `last_save_in_hf`.
         hf_assets_path: `model.hf_assets_path`.
+        around_wait: a context for waiting for a save in the background, which may take minutes.
 
     Attributes:
         loaded_from: what ``load`` read, None if nothing.
@@ -88,6 +90,7 @@ class CheckpointManager:
         runtime: Processes,
         form: huggingface.Form | None = None,
         hf_assets_path: str = "",
+        around_wait: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         unknown = set(settings.exclude_from_loading) - set(_PARTS)
         if unknown:
@@ -108,6 +111,7 @@ class CheckpointManager:
         self._form, self._assets = form, Path(hf_assets_path) if hf_assets_path else None
         self._runtime = runtime
         self._group = runtime.checkpoint_group
+        self._around_wait = around_wait
         self._saved_step = -1
         self._pending: tuple[int, Future] | None = None
         self._stager: HostStager | None = None
@@ -191,7 +195,8 @@ class CheckpointManager:
             return
         (step, future), self._pending = self._pending, None
         try:
-            future.result()
+            with self._around_wait():
+                future.result()
         except BaseException as error:  # CheckpointException is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise

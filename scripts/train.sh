@@ -30,4 +30,9 @@ if [ "$gpus" = 0 ]; then
 fi
 # After SIGTERM the ranks finish their step and save; torchrun's own patience is 30 seconds.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
+if [ "$nproc" = 1 ]; then
+    # One process needs no launcher: its exit code comes through, and a stop ends without torchrun's traceback.
+    unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
+    exec .venv/bin/python train.py "${config[@]}" "$@"
+fi
 exec .venv/bin/torchrun --standalone --nproc_per_node="$nproc" train.py "${config[@]}" "$@"

@@ -50,6 +50,11 @@ def find_config(folder: Path) -> Path:
         raise FileNotFoundError(
             f"--checkpoint {folder} holds several; choose one, as {folder}/step-{steps[-1]}"
         )
+    if steps := list_steps(folder.parent):
+        raise FileNotFoundError(
+            f"--checkpoint {folder}: no {CONFIG} there; {folder.parent} holds "
+            + ", ".join(f"step-{step}" for step in steps)
+        )
     raise FileNotFoundError(
         f"--checkpoint {folder}: no {CONFIG} there; give a step-N folder, or the job file as --config_file"
     )

@@ -25,6 +25,14 @@ def main(argv: list[str] | None = None) -> int:
     labels = options.labels.split(",") if options.labels else run_labels(files)
     if len(labels) != len(files) or len(set(labels)) != len(labels):
         parser.error(f"--labels: {len(files)} different names needed, got {options.labels!r}")
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        print(
+            f"error: no such file: {', '.join(missing)}: name metrics.jsonl files of runs, "
+            "or folders that hold one (a run writes it to job.dump_folder)",
+            file=sys.stderr,
+        )
+        return 1
     try:
         runs = {label: read_metrics(file) for label, file in zip(labels, files, strict=True)}
         print(plot_runs(runs, options.output, options.title))

@@ -38,7 +38,7 @@ class Zoo(nn.Module):
         self.plain = nn.Parameter(torch.randn(8, 8))
         self.conv = nn.Conv1d(8, 8, 1)
         self.replaced = nn.Linear(8, 8, bias=False)
-        self.replaced.forward = lambda x: x @ self.replaced.weight
+        self.replaced.forward = lambda input: input @ self.replaced.weight
         self.wide = nn.Linear(8, 8, bias=False).double()
         self.head = nn.Linear(8, 20, bias=False)  # does not own the loss
         self.head.weight = self.embed.weight

@@ -190,7 +190,7 @@ class DobbCapture(BasisKeeper):
         self._missing: list[set[str]] = []
         self._reductions: list[Reduction] = []
         self._prepared: list[Fresh] = []
-        self._last: Reduction
+        self._last: Reduction | None = None  # of weights that shards share, the latest
         self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def begin_step(self, num_micro_batches: int) -> None:
@@ -310,7 +310,7 @@ class DobbCapture(BasisKeeper):
         for weight in self.weights:
             weight.reader.close()
         self._launch(len(self._buckets))
-        if self.links.shards > 1:
+        if self.links.shards > 1 and self._last is not None:
             self.all_failed = self._last.beside().to(torch.int64)
         self._prepare()
         if self._side is not None:

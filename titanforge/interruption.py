@@ -37,19 +37,26 @@ class StopSignal:
     A second SIGINT (Ctrl-C pressed again, some seconds later) raises KeyboardInterrupt at once, for whoever
     cannot wait. A boundary may never come: the signal goes to the whole process group and, say, compile
     workers die of it that a step waits for. So the process ends itself, with `EXIT_INTERRUPTED` and its
-    stacks shown, `seconds` after a signal that nothing was made of; time in `unhurried` does not count.
+    stacks shown, `seconds` after a signal that nothing was made of; time in `unhurried` or while `busy` does
+    not count.
 
     seconds: until then; None for no limit.
     where: what the process is at, in words; asked from another thread.
+    busy: whether something is under way that must not be cut off; asked from another thread.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self, seconds: float | None = None, where: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self,
+        seconds: float | None = None,
+        where: Callable[[], str] = lambda: "",
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.received: int = 0
         self._first_time = 0.0
         self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
-        self._seconds, self._where = seconds, where
+        self._seconds, self._where, self._busy = seconds, where, busy
         self._heeded = threading.Event()
         self._unhurried = 0
         if seconds is None:
@@ -112,7 +119,7 @@ class StopSignal:
             before = time.monotonic()
             if self._heeded.wait(min(left, 1.0)):
                 return
-            if not self._unhurried:
+            if not (self._unhurried or self._busy()):
                 left -= time.monotonic() - before
         self._end(number)
 
@@ -121,8 +128,8 @@ class StopSignal:
             rank = os.environ.get("RANK", "0")
             print(
                 f"stopped: rank {rank}: {self.name(number)} {self._where()}, and no step boundary for "
-                f"{self._seconds:g} s since (job.stop_timeout_seconds): ended without a save; run the same "
-                "command again to resume from the latest checkpoint. It stood here:",
+                f"{self._seconds:g} s since (job.stop_timeout_seconds): ended without a save; the same "
+                "command goes on from the latest checkpoint, if there is one. It stood here:",
                 file=sys.stderr,
                 flush=True,
             )

@@ -105,7 +105,7 @@ def _train(config: JobConfig, rank: int, world_size: int, device_type: str) -> i
             # A signal to the process group ends children, too: compilers, workers.
             print(
                 f"stopped: rank {rank}: {StopSignal.name(number)} in step {trainer.step + 1}, which "
-                "then failed (above); run the same command again to resume from the latest checkpoint.",
+                "then failed (above); the same command goes on from the latest checkpoint, if there is one.",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
             return EXIT_INTERRUPTED

@@ -79,6 +79,9 @@ class Trainer:
     def _place(self) -> str:
         return f"in step {self.step + 1}" if hasattr(self, "step") else "before the first step"
 
+    def _writing(self) -> bool:
+        return hasattr(self, "checkpointer") and self.checkpointer.writing
+
     def _owned(self, part: Any) -> Any:
         """Have ``part`` closed at the end, the newest first."""
         self._resources.callback(part.close)
@@ -86,7 +89,9 @@ class Trainer:
 
     def _build(self, device_type: str) -> None:
         config = self.config
-        self.stop_signal = self._owned(StopSignal(config.job.stop_timeout_seconds, self._place))
+        self.stop_signal = self._owned(
+            StopSignal(config.job.stop_timeout_seconds, self._place, self._writing)
+        )
         self.runtime = self._owned(init_distributed(config.comm, device_type, str(self.dump_folder)))
         self.device = self.runtime.device
         self.is_main = self.runtime.rank == 0
@@ -118,7 +123,6 @@ class Trainer:
                 runtime=self.runtime,
                 form=huggingface_form(config, self.model_args),
                 hf_assets_path=config.model.hf_assets_path,
-                around_wait=self.stop_signal.unhurried,
             )
         )
         self.validator = Validator(self) if config.validation.enable else None

@@ -63,11 +63,18 @@ def _last_save_is_slow(trainer: Trainer) -> None:
         save(*args, **more)  # pyright: ignore[reportArgumentType]
         future: Future[None] = Future()
         threading.Timer(1.5, future.set_result, (None,)).start()
-        trainer.checkpointer._pending = (2, future)
+        trainer.checkpointer._pending, trainer.checkpointer._background = (2, future), future
         _signal_to_all()
 
     trainer.checkpointer.save = begun
     trainer.config.training.steps = 2
+
+
+def _save_in_background_is_slow(trainer: Trainer) -> None:
+    _signal_to_all()
+    trainer.checkpointer._background = writing = Future()
+    time.sleep(1.5)
+    writing.set_result(None)
 
 
 def _forked_child_is_signalled(trainer: Trainer) -> None:
@@ -91,6 +98,7 @@ CASES = {
     _child_is_killed: (75, "SIGTERM in step 2, which then failed (above)", 1),
     _save_is_slow: (75, "stopped: SIGTERM after step 2; run the same command again to resume.", 2),
     _last_save_is_slow: (0, "", 2),
+    _save_in_background_is_slow: (75, "stopped: SIGTERM after step 1; run the same", 1),
     _forked_child_is_signalled: (0, "", 2),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import shutil
@@ -71,7 +70,6 @@ class CheckpointManager:
     Args:
         form: how the model is stored by Hugging Face's tools, for `initial_load_in_hf` and `last_save_in_hf`.
         hf_assets_path: `model.hf_assets_path`.
-        around_wait: a context for waiting for a save in the background, which may take minutes.
 
     Attributes:
         loaded_from: what ``load`` read, None if nothing.
@@ -90,7 +88,6 @@ class CheckpointManager:
         runtime: Processes,
         form: huggingface.Form | None = None,
         hf_assets_path: str = "",
-        around_wait: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         unknown = set(settings.exclude_from_loading) - set(_PARTS)
         if unknown:
@@ -111,9 +108,9 @@ class CheckpointManager:
         self._form, self._assets = form, Path(hf_assets_path) if hf_assets_path else None
         self._runtime = runtime
         self._group = runtime.checkpoint_group
-        self._around_wait = around_wait
         self._saved_step = -1
         self._pending: tuple[int, Future] | None = None
+        self._background: Future | None = None  # the latest, waited for or not
         self._stager: HostStager | None = None
         self._writes = settings.enable and not settings.load_only
         if self._writes and settings.async_mode != "disabled":
@@ -182,8 +179,13 @@ class CheckpointManager:
         assert isinstance(future, Future), "the stager copies before it returns"
         # On the writing thread: deleting old checkpoints must not hold up training either.
         future.add_done_callback(lambda done: None if done.exception() else self._purge(step))
-        self._pending = (step, future)
+        self._pending, self._background = (step, future), future
         return True
+
+    @property
+    def writing(self) -> bool:
+        """Whether a save in the background is under way; any thread may ask."""
+        return self._background is not None and not self._background.done()
 
     def maybe_wait(self) -> None:
         """Wait for the save in the background, if there is one.
@@ -195,8 +197,7 @@ class CheckpointManager:
             return
         (step, future), self._pending = self._pending, None
         try:
-            with self._around_wait():
-                future.result()
+            future.result()
         except BaseException as error:  # CheckpointException is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise

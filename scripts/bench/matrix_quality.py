@@ -1,6 +1,6 @@
 """What matrix optimizers learn in equal tokens: GPT-2 Small's blocks on real text, seven arms, one protocol.
 
-    python scripts/bench/matrix_quality.py                         # about 8 minutes on one H200
+    python scripts/bench/matrix_quality.py                         # planned for 8 minutes of one H200
     python scripts/bench/matrix_quality.py --device cpu --tiny     # a toy, anywhere
 
 AdamW, Muon, RMNP, Dion with rank fractions 1 and 1/16, Dobb with 1 and 16 blocks: the rows of Table 4 of the

@@ -21,7 +21,7 @@ from titanforge.kernels.gluon._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from titanforge.kernels.gluon.slices import encode, keep_largest, largest_of_eight, row_lanes
+from titanforge.kernels.gluon.slices import encode, keep_largest, largest_of_eight, next_scale_of, row_lanes
 from titanforge.kernels.gluon.words import decode_words, load_words
 from titanforge.kernels.tiles import BLOCKWISE, KIND, RANDOM, TENSORWISE, count_nonfinite
 from titanforge.kernels.wgrad_kernel import tile_of
@@ -170,22 +170,22 @@ def tensor_scale_of(meta_ptr, CODEC: gl.constexpr):
 
 
 @jit
-def put(ptr, meta_ptr, new, lane, write, largest, off, scale_offsets, CODEC: gl.constexpr):
+def put(ptr, meta_ptr, new, lane, write, next_scale, largest, off, scale_offsets, CODEC: gl.constexpr):
     """Encode and store fp32 [R, 64] if `write`. Returns the magnitudes met (fp8)."""
-    codes, largest = encode(new, lane, meta_ptr, scale_offsets, write, largest, CODEC)
+    codes, largest = encode(new, lane, meta_ptr, scale_offsets, write, next_scale, largest, CODEC)
     gl.store(ptr + off, codes, mask=write, cache_modifier=".cs")
     return largest
 
 
 @jit
-def rescale_chunk(ptr, meta_ptr, scale, largest, base, off, K, CODEC: gl.constexpr, LAYOUT: gl.constexpr,
-                  ROWS: gl.constexpr, PER_CHUNK: gl.constexpr):  # fmt: skip
+def rescale_chunk(ptr, meta_ptr, scale, next_scale, largest, base, off, K, CODEC: gl.constexpr,
+                  LAYOUT: gl.constexpr, ROWS: gl.constexpr, PER_CHUNK: gl.constexpr):  # fmt: skip
     """What an unapplied chunk holds, written again: the scale of the whole tensor moves."""
     if (CODEC & KIND) == TENSORWISE:
         for piece in range(PER_CHUNK):
             here = base + piece * ROWS * K
             old = decode_words(load_words(ptr, here, K, ROWS), scale, CODEC, LAYOUT)
-            largest = put(ptr, meta_ptr, old, 0, True, largest, here + off, 0, CODEC)
+            largest = put(ptr, meta_ptr, old, 0, True, next_scale, largest, here + off, 0, CODEC)
     return largest
 
 
@@ -213,6 +213,8 @@ def update_tiles(
     s1_largest = largest_of_eight(nothing)
     s0_scale = tensor_scale_of(s0_meta_ptr, S0_CODEC)
     s1_scale = tensor_scale_of(s1_meta_ptr, S1_CODEC)
+    s0_next = next_scale_of(s0_meta_ptr, S0_CODEC)
+    s1_next = next_scale_of(s1_meta_ptr, S1_CODEC)
     # Loaded once: a few weights are little to load twelve numbers for. What a rule does not use, is not.
     hyper = (
         gl.load(h_ptr), gl.load(h_ptr + 1), gl.load(h_ptr + 2), gl.load(h_ptr + 3), gl.load(h_ptr + 4),
@@ -287,15 +289,17 @@ def update_tiles(
                 if MASTER:
                     gl.store(master_ptr + here + off, w_new, mask=write, cache_modifier=".cs")
                 if WEIGHT:
-                    _largest = put(w_ptr, None, w_new, w_lane, write, 0.0, here + off, scales_here, W_CODEC)
+                    _largest = put(
+                        w_ptr, None, w_new, w_lane, write, 0.0, 0.0, here + off, scales_here, W_CODEC
+                    )
                 if SLOTS >= 1:
                     s0_largest = put(
-                        s0_ptr, s0_meta_ptr, s0_new, s0_lane, write, s0_largest, here + off,
+                        s0_ptr, s0_meta_ptr, s0_new, s0_lane, write, s0_next, s0_largest, here + off,
                         scales_here, S0_CODEC,
                     )  # fmt: skip
                 if SLOTS >= 2:
                     s1_largest = put(
-                        s1_ptr, s1_meta_ptr, s1_new, s1_lane, write, s1_largest, here + off,
+                        s1_ptr, s1_meta_ptr, s1_new, s1_lane, write, s1_next, s1_largest, here + off,
                         scales_here, S1_CODEC,
                     )  # fmt: skip
                 w0 = w1
@@ -316,12 +320,12 @@ def update_tiles(
                     s1_largest = s1_before
                     if apply:
                         s0_largest = rescale_chunk(
-                            s0_ptr, s0_meta_ptr, s0_scale, s0_before, base + chunk * 64, off, K, S0_CODEC,
-                            LAYOUT, ROWS, PER_CHUNK,
+                            s0_ptr, s0_meta_ptr, s0_scale, s0_next, s0_before, base + chunk * 64, off, K,
+                            S0_CODEC, LAYOUT, ROWS, PER_CHUNK,
                         )  # fmt: skip
                         s1_largest = rescale_chunk(
-                            s1_ptr, s1_meta_ptr, s1_scale, s1_before, base + chunk * 64, off, K, S1_CODEC,
-                            LAYOUT, ROWS, PER_CHUNK,
+                            s1_ptr, s1_meta_ptr, s1_scale, s1_next, s1_before, base + chunk * 64, off, K,
+                            S1_CODEC, LAYOUT, ROWS, PER_CHUNK,
                         )  # fmt: skip
         i, j = next_i, next_j
         base = next_base

@@ -121,9 +121,9 @@ def cooperative_chunks(stages: int, stage_bytes: int) -> int:
     return min(chunks, 4)
 
 
-def cooperative_rows(part_bytes: int) -> int:
+def cooperative_rows(part_bytes: int, *, scaled_blocks: bool) -> int:
     """Rows that coop's updating warps take at a time: what their registers hold, three pieces in flight."""
-    return 32 if part_bytes <= 6 else 16
+    return 32 if part_bytes <= 6 and not scaled_blocks else 16
 
 
 def launch(
@@ -158,12 +158,14 @@ def launch(
     part_bytes = sum(part.element_size() for part in (w, master, s0, s1) if part is not None)
     stage_bytes = config.block_t * (config.block_n + config.block_k) * dy.element_size()
     if config.form == COOPERATIVE:
+        blocks = any(part.codec.kind == "block" for part in target.parts)
         cooperative_kernel[grid](
             *operands, w, master, s0, s1, s0_meta, s1_meta, hyper, rng, target.tensor_id, norm, nonfinite,
             n, k, tokens, config.group, STAGES=config.stages,
             CHUNKS=cooperative_chunks(config.stages, stage_bytes),
             CHUNK_LAYOUT=shared_layout(config.block_n, config.block_k // 4, torch.float32),
-            ROWS=cooperative_rows(part_bytes), num_warps=8, **COOPERATIVE_REGISTERS, **constants,
+            ROWS=cooperative_rows(part_bytes, scaled_blocks=blocks), num_warps=8, **COOPERATIVE_REGISTERS,
+            **constants,
         )  # fmt: skip
         return
     slot_bytes = _SLICE * part_bytes

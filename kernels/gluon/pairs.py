@@ -14,6 +14,7 @@ from titanforge.kernels.gluon._gluon import gl, jit
 from titanforge.kernels.gluon.slices import decode, encode
 from titanforge.kernels.tiles import (
     BLOCKWISE,
+    FLOORED,
     FORM,
     KIND,
     ROOT,
@@ -22,7 +23,6 @@ from titanforge.kernels.tiles import (
     block_rounded,
     block_scales,
     fp8_scaled,
-    largest_of,
     root,
     scaled,
 )
@@ -77,9 +77,23 @@ def encode_pairs(y, CODEC: gl.constexpr):
 
 
 @jit
-def largest_so_far(x):
-    """Magnitudes of fp32 [64, 64] that each thread met: [64, 4], without a word between threads."""
-    return gl.max(gl.max(gl.abs(x).reshape((64, 8, 4, 2)), axis=3), axis=1)
+def largest_so_far(x, CODEC: gl.constexpr):
+    """Magnitudes of fp32 [64, 64] that each thread met: [64, 4], without a word between threads.
+
+    As a tree: one after the other, each comparison waits for the one before.
+    """
+    y = x.to(gl.int32, bitcast=True) if CODEC & FLOORED else gl.abs(x)
+    low, high = y.reshape((64, 32, 2)).split()
+    low, high = gl.maximum(low, high).reshape((64, 2, 4, 4)).permute((0, 2, 3, 1)).split()
+    low, high = gl.maximum(low, high).reshape((64, 2, 2, 4)).permute((0, 2, 3, 1)).split()
+    return gl.cast(gl.max(gl.maximum(low, high), axis=1), gl.float32, bitcast=True)
+
+
+@jit
+def row_largest(x, CODEC: gl.constexpr):
+    """`tiles.largest_of` each row of fp32 [64, 64]."""
+    largest = gl.max(largest_so_far(x, CODEC), axis=1)
+    return gl.convert_layout(largest, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
 @jit
@@ -99,20 +113,40 @@ def load_slice(buf, scale, CODEC: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @jit
-def store_slice(buf, x, lane, meta_ptr, offsets, largest, CODEC: gl.constexpr):
-    """Encode fp32 [64, 64] into shared memory. Returns the largest magnitudes (fp8)."""
+def nothing_met(LAYOUT: gl.constexpr, CODEC: gl.constexpr):
+    """What `store_slice` takes as `largest` before there is one."""
+    if (CODEC & KIND) == BLOCKWISE:
+        return gl.zeros([64], gl.float32, gl.SliceLayout(1, LAYOUT))
+    else:
+        return largest_so_far(gl.zeros([64, 64], gl.float32, LAYOUT), 0)
+
+
+@jit
+def store_scales(meta_ptr, offsets, scales, write, CODEC: gl.constexpr):
+    """The scales that `store_slice` returned, of block codecs. To come after the fence that hands the slice
+    on: it waits for every store before it, and one to global memory takes long.
+    """
+    if (CODEC & KIND) == BLOCKWISE:
+        gl.store(meta_ptr + offsets, scales, mask=write)
+
+
+@jit
+def store_slice(buf, x, lane, next_scale, largest, CODEC: gl.constexpr):
+    """Encode fp32 [64, 64] into shared memory. Returns what of it goes to `meta`: of block codecs the scales
+    [64], of fp8 the largest magnitudes so far.
+    """
     if (CODEC & KIND) == 0:
-        codes, largest = encode(x, lane, meta_ptr, offsets, None, largest, CODEC)
+        codes, largest = encode(x, lane, None, 0, None, next_scale, largest, CODEC)
         buf.store(codes)
     else:
         if CODEC & ROOT:
             x = root(x)
         if (CODEC & KIND) == BLOCKWISE:
-            factor, scale = block_scales(largest_of(x, 1, CODEC), CODEC)
+            factor, scale = block_scales(row_largest(x, CODEC), CODEC)
             y = block_rounded(x, factor[:, None], lane, CODEC)
-            gl.store(meta_ptr + offsets, scale)
+            largest = gl.convert_layout(scale, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
         else:
-            largest = gl.maximum(largest, largest_so_far(x))
-            y = fp8_scaled(x, gl.load(meta_ptr + 1), CODEC)
+            largest = gl.maximum(largest, largest_so_far(x, CODEC))
+            y = fp8_scaled(x, next_scale, CODEC)
         pair_view(buf).store(encode_pairs(y, CODEC))
     return largest

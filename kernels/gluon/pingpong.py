@@ -26,8 +26,14 @@ from titanforge.kernels.gluon._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from titanforge.kernels.gluon.pairs import largest_so_far, load_slice, store_slice
-from titanforge.kernels.gluon.slices import accumulator_lanes, accumulator_words, keep_largest, scale_at
+from titanforge.kernels.gluon.pairs import load_slice, nothing_met, store_scales, store_slice
+from titanforge.kernels.gluon.slices import (
+    accumulator_lanes,
+    accumulator_words,
+    keep_largest,
+    next_scale_of,
+    scale_at,
+)
 from titanforge.kernels.tiles import KIND, RANDOM, TENSORWISE, count_nonfinite
 from titanforge.kernels.wgrad_kernel import tile_of
 
@@ -164,14 +170,14 @@ def pick(piece, x00, x01, x10, x11):
 
 @jit
 def update_slice(
-    g, number, write, rescale, s0_scale, s1_scale, s0_largest, s1_largest, s0_offsets, s1_offsets,
-    ring, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id, first_row, first_column, unknown_zero,
-    turns, op, piece,    WID: gl.constexpr, EPILOGUE: gl.constexpr,
+    g, number, write, rescale, s0_scale, s1_scale, s0_next, s1_next, s0_largest, s1_largest, s0_offsets,
+    s1_offsets, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id, first_row, first_column,
+    unknown_zero, turns, op, piece, WID: gl.constexpr, EPILOGUE: gl.constexpr,
     SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
     RING: gl.constexpr, BY_SLICE: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of one slice, on what the ring holds of it. Returns the magnitudes met (fp8).
+    """Epilogue of one slice, on what the ring holds of it. Returns what `store_slice` does.
 
     write: the slice is applied. rescale: it is not, but the scale of whole-tensor codecs moves on.
     first_row, first_column: of the slice in the whole weight, for random bits; unknown_zero: as
@@ -211,30 +217,24 @@ def update_slice(
         if MASTER:
             master_buf.index(slot).store(w)
         if WEIGHT:
-            _largest = store_slice(w_buf.index(slot), w, w_lane, None, 0, 0.0, W_CODEC)
+            _largest = store_slice(w_buf.index(slot), w, w_lane, 0.0, 0.0, W_CODEC)
         if SLOTS >= 1:
-            s0_largest = store_slice(
-                s0_buf.index(slot), s0, s0_lane, s0_meta_ptr, s0_offsets, s0_largest, S0_CODEC
-            )
+            s0_largest = store_slice(s0_buf.index(slot), s0, s0_lane, s0_next, s0_largest, S0_CODEC)
         if SLOTS >= 2:
-            s1_largest = store_slice(
-                s1_buf.index(slot), s1, s1_lane, s1_meta_ptr, s1_offsets, s1_largest, S1_CODEC
-            )
+            s1_largest = store_slice(s1_buf.index(slot), s1, s1_lane, s1_next, s1_largest, S1_CODEC)
     # Two conditions: the first is decided at compile time.
     if (S0_CODEC & KIND) == TENSORWISE or (S1_CODEC & KIND) == TENSORWISE:  # noqa: SIM102
         if rescale:
             if (S0_CODEC & KIND) == TENSORWISE:
                 old = load_slice(s0_buf.index(slot), s0_scale, S0_CODEC, layout)
-                s0_largest = store_slice(
-                    s0_buf.index(slot), old, 0, s0_meta_ptr, s0_offsets, s0_largest, S0_CODEC
-                )
+                s0_largest = store_slice(s0_buf.index(slot), old, 0, s0_next, s0_largest, S0_CODEC)
             if (S1_CODEC & KIND) == TENSORWISE:
                 old = load_slice(s1_buf.index(slot), s1_scale, S1_CODEC, layout)
-                s1_largest = store_slice(
-                    s1_buf.index(slot), old, 0, s1_meta_ptr, s1_offsets, s1_largest, S1_CODEC
-                )
+                s1_largest = store_slice(s1_buf.index(slot), old, 0, s1_next, s1_largest, S1_CODEC)
     fence_async_shared()
     mbarrier.arrive(updated.index(slot), count=1)
+    store_scales(s0_meta_ptr, s0_offsets, s0_largest, write, S0_CODEC)
+    store_scales(s1_meta_ptr, s1_offsets, s1_largest, write, S1_CODEC)
     return s0_largest, s1_largest
 
 
@@ -261,9 +261,10 @@ def consume(
     programs = gl.num_programs(0)
     rows = gl.arange(0, 64, ROWS)
     apply = gl.load(h_ptr) != 0
-    nothing = gl.zeros([64, 64], gl.float32, SLICE)
-    s0_largest = largest_so_far(nothing)
-    s1_largest = largest_so_far(nothing)
+    s0_next = next_scale_of(s0_meta_ptr, S0_CODEC)
+    s1_next = next_scale_of(s1_meta_ptr, S1_CODEC)
+    s0_largest = nothing_met(SLICE, S0_CODEC)
+    s1_largest = nothing_met(SLICE, S1_CODEC)
     op = 1 - WID  # a fresh barrier lets the first consumer pass; the second waits for the first
     for t in range(WID, tiles, 2):
         program = first + t * programs
@@ -310,11 +311,10 @@ def consume(
             next_s1_scale = scale_at(s1_meta_ptr, after, S1_CODEC)
             s0_largest, s1_largest = update_slice(
                 g00 if MOVE_UP else pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale, s0_scale,
-                s1_scale,
-                s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
-                tensor_id, i * BLOCK_N + piece // 2 * 64, j * BLOCK_K + piece % 2 * 64, group >> 24,
-                update_turns, op, piece, WID, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC,
-                RING, BY_SLICE,
+                s1_scale, s0_next, s1_next, s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr,
+                s1_meta_ptr, h_ptr, rng_ptr, tensor_id, i * BLOCK_N + piece // 2 * 64,
+                j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op, piece, WID, EPILOGUE, SLOTS,
+                WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
             )  # fmt: skip
             offsets = after
             s0_scale = next_s0_scale

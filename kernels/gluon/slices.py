@@ -39,6 +39,15 @@ def scale_at(meta_ptr, offsets, CODEC: gl.constexpr):
 
 
 @jit
+def next_scale_of(meta_ptr, CODEC: gl.constexpr):
+    """The scale of what is stored (fp8)."""
+    if (CODEC & KIND) == TENSORWISE:
+        return gl.load(meta_ptr + 1)
+    else:
+        return 0.0
+
+
+@jit
 def decode(codes, scale, CODEC: gl.constexpr):
     """fp32 [R, 64] of stored codes."""
     x = decode_codes(codes, CODEC)
@@ -102,11 +111,11 @@ def largest_of_eight(x):
 
 
 @jit
-def encode(x, lane, meta_ptr, offsets, mask, largest, CODEC: gl.constexpr):
+def encode(x, lane, meta_ptr, offsets, mask, next_scale, largest, CODEC: gl.constexpr):
     """(codes, largest): what to store of fp32 [R, 64]. lane: as `tiles.encode_tile`.
 
-    Block codecs write their scales here, under `mask`, a scalar or None. largest [R, 8]: of fp8, the
-    magnitudes met so far in each eight columns.
+    Block codecs write their scales here, under `mask`, a scalar or None. next_scale: of fp8, `next_scale_of`.
+    largest [R, 8]: of fp8, the magnitudes met so far in each eight columns.
     """
     if CODEC & ROOT:
         x = root(x)
@@ -116,7 +125,7 @@ def encode(x, lane, meta_ptr, offsets, mask, largest, CODEC: gl.constexpr):
         gl.store(meta_ptr + offsets, scale, mask=mask)
     elif (CODEC & KIND) == TENSORWISE:
         largest = gl.maximum(largest, largest_of_eight(x))
-        codes = fp8_codes(x, gl.load(meta_ptr + 1), CODEC)
+        codes = fp8_codes(x, next_scale, CODEC)
     else:
         codes = plain_codes(x, lane, CODEC)
     return codes, largest

@@ -61,6 +61,7 @@ def gluon_source(
     dtypes = (_stored(codecs[0]), torch.float32, _stored(codecs[1]), _stored(codecs[2]))
     part_bytes = sum(dtype.itemsize for dtype, there in zip(dtypes, present) if there)
     scaled = [CODECS[name].kind != "plain" and there for name, there in zip(codecs[1:], present[2:])]
+    blocks = any(CODECS[name].kind == "block" for name, there in zip(codecs[1:], present[2:]) if there)
     random = any(CODECS[name].stochastic for name, there in zip(codecs, (weight, *present[2:])) if there)
     types: dict[str, Any] = {
         "dy_desc": _descriptor(torch.bfloat16, config.block_t, config.block_n),
@@ -100,7 +101,7 @@ def gluon_source(
     constants |= {
         "STAGES": config.stages, "CHUNKS": cooperative_chunks(config.stages, stage_bytes),
         "CHUNK_LAYOUT": shared_layout(config.block_n, config.block_k // 4, torch.float32),
-        "ROWS": cooperative_rows(part_bytes), **COOPERATIVE_REGISTERS,
+        "ROWS": cooperative_rows(part_bytes, scaled_blocks=blocks), **COOPERATIVE_REGISTERS,
     }  # fmt: skip
     return types, constants, {"num_warps": 8, "maxnreg": constants.pop("maxnreg")}
 

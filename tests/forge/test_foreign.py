@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.forge.toy import fuse, options_of, ordinary, train, weights
+from titanforge.forge import attach
+from titanforge.optim import build_rule
 
 
 class VisionTransformer(nn.Module):
@@ -96,15 +98,25 @@ def text_loss(model: nn.Module, number: int) -> Tensor:
 
 
 def check(
-    make: Callable[[], nn.Module], loss: Callable[[Any, int], Tensor], name: str, excluded: dict[str, str]
+    make: Callable[[], nn.Module],
+    loss: Callable[[Any, int], Tensor],
+    name: str,
+    excluded: dict[str, str],
+    bare: bool = False,
 ) -> None:
-    """Coverage as expected, and ten steps with the ordinary engine's losses and weights."""
+    """Coverage as expected, and ten steps with the ordinary engine's losses and weights.
+
+    bare: the rule alone is attached, without groups.
+    """
     torch.manual_seed(0)
     fused = make()
     torch.manual_seed(0)
     plain = make()
     options = options_of(name)
-    optimizer = fuse(fused, options, loss=loss)
+    if bare:
+        optimizer = attach(fused, build_rule(name), options={"lr": options.lr}, probe=lambda: loss(fused, 0))
+    else:
+        optimizer = fuse(fused, options, loss=loss)
     print(optimizer.report())
     left = {line.name: line.plan.why for line in optimizer.plan if not line.plan.fused}
     assert left.keys() == excluded.keys()
@@ -124,6 +136,7 @@ def test_vision_transformer(name: str) -> None:
         image_loss,
         name,
         {"patch.weight": plain + " Conv2d", "class_token": plain, "positions": plain},
+        bare=True,
     )
 
 

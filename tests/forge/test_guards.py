@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,9 @@ from titanforge.config import ConfigError, load_config, validate_config
 from titanforge.forge import ForgeOptimizer, Ranks, attach
 from titanforge.optim.baseline import TorchOptimizer
 from titanforge.optim.build import build_groups
+from titanforge.optim.elementwise import AdamW
 from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.matrix import Muon
 from titanforge.optim.registry import RULES
 from titanforge.parallelisms import clip_factor
 
@@ -198,3 +202,38 @@ def test_a_local_sync_policy_does_not_take_a_step_that_backward_has_made() -> No
     """`ForgeOptimizer` inherits the halves of a step that can be cut in two; its own cannot."""
     assert RuleOptimizer.splits_steps
     assert not ForgeOptimizer.splits_steps and not TorchOptimizer.splits_steps
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("AdamW", r"takes an update rule, not its name: pass titanforge\.optim\.build_rule\('AdamW'\)"),
+        (Muon, r"not the class Muon: pass Muon\(\)"),
+        (torch.optim.AdamW, "not the class AdamW: pass titanforge"),
+        (options_of(), r"not an Optimizer: .* or the groups that titanforge\.optim\.build_groups"),
+        (None, "not None: pass"),
+        ([], "not a list: pass"),
+        ([torch.nn.Parameter(torch.zeros(2))], "not a list: pass"),
+    ],
+)
+def test_what_is_neither_rule_nor_groups_is_told_what_to_pass(given: Any, told: str) -> None:
+    model = llama()
+    with pytest.raises(TypeError, match=told):
+        attach(model, given, probe=lambda: llama_loss(model, 0))
+
+
+def test_what_else_attach_does_not_take() -> None:
+    model = llama()
+    probe = lambda: llama_loss(model, 0)  # noqa: E731
+    wrong: Any = "bfloat16"
+    with pytest.raises(TypeError, match=r"recipe is a titanforge\.optim\.Recipe, not str 'bfloat16'"):
+        attach(model, AdamW(), wrong, probe=probe)
+    with pytest.raises(
+        ValueError, match=r"options\['weightdecay'\]: adamw has none; did you mean 'weight_decay'\?"
+    ):
+        attach(model, AdamW(), probe=probe, options={"weightdecay": 0.1})
+    with pytest.raises(ValueError, match="options are of a rule alone"):
+        attach(model, build_groups(model, options_of()), probe=probe, options={"lr": 1.0})
+    parameters: Any = model.parameters()
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module first, not generator"):
+        attach(parameters, AdamW(), probe=probe)

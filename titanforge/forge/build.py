@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from titanforge.optim.build import OptimizerOptions, build_groups, build_recipe
 from titanforge.optim.dobb.hooks import install_hooks
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import UpdateRule
+from titanforge.optim.rule_groups import groups_of_rule, not_a_rule
 from titanforge.optim.states import Recipe
 
 ACCUMULATIONS = ("auto", "stash", "buffer")
@@ -54,10 +55,11 @@ class Steps:
 
 def attach(
     model: nn.Module,
-    groups: list[ParamGroupSpec],
+    rule: UpdateRule | Sequence[ParamGroupSpec],
     recipe: Recipe | None = None,
     *,
     probe: Callable[[], Any],
+    options: Mapping[str, float] | None = None,
     steps: Steps | None = None,
     seed: int = 0,
     ranks: Ranks | None = None,
@@ -69,15 +71,21 @@ def attach(
     model: has its memory and weights, and is in the mode and under the wrappers that it trains with. Any
         module: linears, embeddings, norms, biases and a head that owns its loss are found, whatever holds
         them.
-    groups, recipe: as for `RuleOptimizer`. probe: runs a forward pass as training will, and returns what the
-    loss depends on. Called once; it leaves no
-        trace in buffers or random states.
+    rule: for all weights, with the split that `groups_of_rule` makes; or groups, as for `RuleOptimizer`.
+    recipe: how states and weights are stored; default: float32 states, no master weights.
+    probe: runs a forward pass as training will, and returns what the loss depends on. Called once; it leaves
+        no trace in buffers or random states.
+    options: of a rule: learning rate, weight decay …; see `groups_of_rule`. Groups have their own.
     seed: of stochastic rounding.
     ranks: how ranks share the model; None: there is one.
     update_in_backward: as of `ForgeOptimizer`.
     A model that was attached before is taken over: the former optimizer says so at its next step.
-    Raises ValueError for several ranks that it was not told about, and for an axis that fusion lacks.
+    Raises TypeError for what is neither rule nor groups, ValueError for options that the rule has not, for
+    several ranks that it was not told about, and for an axis that fusion lacks.
     """
+    groups = _groups(model, rule, options)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a titanforge.optim.Recipe, not {type(recipe).__qualname__} {recipe!r}")
     if ranks is None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
@@ -107,6 +115,24 @@ def attach(
         ranks=ranks,
         update_in_backward=update_in_backward,
     )
+
+
+def _groups(
+    model: nn.Module, rule: UpdateRule | Sequence[ParamGroupSpec], options: Mapping[str, float] | None
+) -> list[ParamGroupSpec]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"forge.attach takes a torch.nn.Module first, not {type(model).__qualname__}")
+    if isinstance(rule, UpdateRule):
+        return groups_of_rule(model, rule, options)
+    groups = list(rule) if isinstance(rule, (list, tuple)) else []
+    if not groups or not all(isinstance(group, ParamGroupSpec) for group in groups):
+        raise TypeError(
+            f"forge.attach takes an update rule, {not_a_rule(rule)}; or the groups that "
+            "titanforge.optim.build_groups(model, options) returns"
+        )
+    if options is not None:
+        raise ValueError("forge.attach: options are of a rule alone; groups have theirs already")
+    return groups
 
 
 def _check_axes(ranks: Ranks) -> None:

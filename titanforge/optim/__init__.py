@@ -13,11 +13,14 @@ from titanforge.optim.links import DataLinks
 from titanforge.optim.lr_schedule import lr_factor
 from titanforge.optim.registry import RULES, build_rule
 from titanforge.optim.rule import Reach, StateSlot, UpdateRule
+from titanforge.optim.rule_groups import groups_of_rule
+from titanforge.optim.states import Recipe
 
 __all__ = [
     "RULES",
     "DataLinks",
     "Reach",
+    "Recipe",
     "RuleOptimizer",
     "StateSlot",
     "UpdateRule",
@@ -25,6 +28,7 @@ __all__ = [
     "build_optimizer",
     "build_rule",
     "exchange_lines",
+    "groups_of_rule",
     "lr_factor",
     "shard_dims",
     "state_bytes",

@@ -24,14 +24,14 @@ _L2_BYTES = 200 << 20
 def scratch_target(
     epilogue: Epilogue,
     codec_names: Sequence[str],
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     device: torch.device,
     *,
     master: bool = False,
     weight_scale: float = 0.02,
     gradient_scale: float = 1.0,
 ) -> tuple[Encoded | None, list[Encoded], Tensor | None]:
-    """(weight, states, master) of random values, for one weight [N, K] that no training knows.
+    """(weight, states, master) of random values, for one weight [N, K] (or experts') that no training knows.
 
     gradient_scale: deviation of the gradients that the states are to look like averages of.
     """

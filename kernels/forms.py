@@ -5,7 +5,7 @@
     coop      Gluon, Hopper: eight warps multiply, four update (many tokens)
 
 All agree bit for bit. `select_form` sets what launches choose from; a launch that the chosen form does not
-take (a ragged shape, experts) runs in the portable form.
+take (a ragged shape, experts in coop) runs in the portable form.
 """
 
 from __future__ import annotations

@@ -359,7 +359,10 @@ def update_target(
                 raise ValueError(
                     f"the form {config.form} does not take this launch ({reason}): leave config out"
                 )
-            gluon_launch(dy, x, target, rule, hyper, tiles, rng=rng, norm=norm_partials, nonfinite=nonfinite)
+            gluon_launch(
+                dy, x, target, rule, hyper, tiles, offsets=offsets, rng=rng, norm=norm_partials,
+                nonfinite=nonfinite,
+            )  # fmt: skip
             return
         _launch(
             operands, tiles, kernel_parts(target), epilogue=rule,

@@ -12,12 +12,13 @@ from titanforge.kernels._triton import LAUNCH_OPTIONS, cdiv
 from titanforge.kernels.codecs import CODECS
 from titanforge.kernels.config import TileConfig
 from titanforge.kernels.epilogues import Epilogue
-from titanforge.kernels.forms import COOPERATIVE, unavailable
+from titanforge.kernels.forms import COOPERATIVE, PINGPONG, unavailable
 from titanforge.kernels.gluon._gluon import TensorDescriptor, gl
 from titanforge.kernels.gluon.cooperative import cooperative_kernel
 from titanforge.kernels.gluon.pingpong import pingpong_kernel
 from titanforge.kernels.step import Target, kernel_parts
 
+TAKE_EXPERTS = (PINGPONG,)
 SHARED_BYTES = 227 * 1024
 _OTHER_BYTES = 2048  # barriers, what partitions capture, scratch of reductions
 _SLICE = 64 * 64
@@ -36,7 +37,7 @@ def refusal(
     """Why a launch cannot run in the form of `config`; empty if it can. dy: [T, N], x: [T, K]."""
     if reason := unavailable(dy.device):
         return reason
-    if len(target.shape) != 2:
+    if len(target.shape) != 2 and config.form not in TAKE_EXPERTS:
         return "experts"
     if observe:
         return "a pass that only observes"
@@ -44,8 +45,8 @@ def refusal(
         return "a bias gradient"
     if dy.dtype != x.dtype or dy.dtype not in (torch.bfloat16, torch.float16):
         return f"operands in {dy.dtype} and {x.dtype}"
-    n, k = target.shape
-    if n % config.block_n or k % config.block_k or n * k == 0:
+    n, k = target.shape[-2:]
+    if n % config.block_n or k % config.block_k or target.shape.numel() == 0:
         return f"{n} x {k} is not whole tiles of {config.block_n} x {config.block_k}"
     if dy.shape[0] == 0:
         return "no tokens"
@@ -97,11 +98,14 @@ def _descriptor(
 
 
 def descriptor(matrix: Tensor | None, block: tuple[int, int]) -> Any:
-    """How TMA sees a matrix, cut into blocks. Cached by address: making one takes 35 us of host time."""
+    """How TMA sees a matrix, or experts' matrices one below the other, cut into blocks. Cached by address:
+    making one takes 35 us of host time.
+    """
     if matrix is None:
         return None
-    rows, columns = matrix.shape
-    return _descriptor(matrix.data_ptr(), matrix.dtype, rows, columns, matrix.stride(0), block)
+    columns = matrix.shape[-1]
+    rows = matrix.numel() // columns
+    return _descriptor(matrix.data_ptr(), matrix.dtype, rows, columns, matrix.stride(-2), block)
 
 
 def pingpong_memory(stages: int, slot_bytes: int, stage_bytes: int) -> tuple[int, int]:
@@ -134,6 +138,7 @@ def launch(
     hyper: Tensor,
     config: TileConfig,
     *,
+    offsets: Tensor | None = None,
     rng: Tensor | None = None,
     norm: Tensor | None = None,
     nonfinite: Tensor | None = None,
@@ -150,7 +155,9 @@ def launch(
         "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "BLOCK_T": config.block_t,
         **LAUNCH_OPTIONS,
     }  # fmt: skip
-    grid = (min(processors(dy.device), cdiv(n, config.block_n) * cdiv(k, config.block_k)),)
+    experts = 1 if offsets is None else offsets.shape[0] - 1
+    tiles = experts * cdiv(n, config.block_n) * cdiv(k, config.block_k)
+    grid = (min(processors(dy.device), tiles),)
     operands = (
         descriptor(dy, (config.block_t, config.block_n)),
         descriptor(x, (config.block_t, config.block_k)),
@@ -172,7 +179,7 @@ def launch(
     stages, slots = pingpong_memory(config.stages, slot_bytes, stage_bytes)
     pingpong_kernel[grid](
         *operands, *(descriptor(part, (64, 64)) for part in (w, master, s0, s1)), s0_meta, s1_meta, hyper,
-        rng, target.tensor_id, norm, nonfinite, n, k, tokens, config.group, SLOT_BYTES=slot_bytes,
-        STAGES=stages, RING=slots, BY_SLICE=config.overlap and slots >= 4, num_warps=4,
-        **PINGPONG_REGISTERS, **constants,
+        rng, target.tensor_id, norm, nonfinite, offsets, experts, n, k, tokens, config.group,
+        GROUPED=offsets is not None, SLOT_BYTES=slot_bytes, STAGES=stages, RING=slots,
+        BY_SLICE=config.overlap and slots >= 4, num_warps=4, **PINGPONG_REGISTERS, **constants,
     )  # fmt: skip

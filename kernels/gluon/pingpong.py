@@ -5,6 +5,9 @@ updates tile t - 1. Weights and states pass through a ring of [64, 64] slots in 
 all parts of a slice: a warp loads them with TMA, the consumer changes them where they lie, another warp
 stores them. A slot whose slice is not to be applied is stored as it came.
 
+Experts are taken one after the other, each with tiles and a number of steps of its own, which may be none. A
+step that ends within an expert also loads tokens of the next one: their rows are cleared before it is taken.
+
 Both consumers share both rings, and a wait on an mbarrier only tells odd phases from even ones, so that a
 consumer may wait for a slot only after the other one has taken the slot's previous content: the `turns`
 barriers see to that, one pair for the mainloop and one for the update (of a tile, or of each slice).
@@ -20,12 +23,11 @@ from titanforge.kernels.gluon._gluon import (
     gl,
     jit,
     mbarrier,
-    tma_load,
-    tma_store,
-    tma_store_wait,
+    partition_barrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from titanforge.kernels.gluon.movers import load_operands, load_slots, place_of, store_slots
 from titanforge.kernels.gluon.pairs import load_slice, nothing_met, store_scales, store_slice
 from titanforge.kernels.gluon.slices import (
     accumulator_lanes,
@@ -35,106 +37,37 @@ from titanforge.kernels.gluon.slices import (
     scale_at,
 )
 from titanforge.kernels.tiles import KIND, RANDOM, TENSORWISE, count_nonfinite
-from titanforge.kernels.wgrad_kernel import tile_of
 
 
 @jit
-def load_operands(dy_desc, x_desc, operands, tiles, steps, tiles_n, tiles_k, group,
-                  BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr,
-                  STAGES: gl.constexpr):  # fmt: skip
-    """One warp: dy and x of every step of every tile of this program."""
-    dy_buf, x_buf, filled, free = operands
-    first = gl.program_id(0)
-    programs = gl.num_programs(0)
-    stage = 0
-    phase = 1
-    for t in range(tiles):
-        i, j = tile_of(first + t * programs, tiles_n, tiles_k, group)
-        for step in range(steps):
-            mbarrier.wait(free.index(stage), phase)
-            mbarrier.expect(filled.index(stage), dy_desc.block_type.nbytes + x_desc.block_type.nbytes)
-            tma_load(dy_desc, [step * BLOCK_T, i * BLOCK_N], filled.index(stage), dy_buf.index(stage))
-            tma_load(x_desc, [step * BLOCK_T, j * BLOCK_K], filled.index(stage), x_buf.index(stage))
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+def clear_rows(buf, first, BLOCK_T: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zero the rows of [BLOCK_T, COLUMNS] operands of 2 bytes from `first` on, two columns at a time."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    pairs = buf._reinterpret(gl.int32, [BLOCK_T, COLUMNS // 2], SHARED)
+    row = gl.arange(0, BLOCK_T, gl.SliceLayout(1, LAYOUT))[:, None]
+    pairs.store(gl.where(row < first, pairs.load(LAYOUT), 0))
 
 
 @jit
-def load_slots(parts, ring, tiles, tiles_n, tiles_k, group, BYTES: gl.constexpr,
-               WEIGHT: gl.constexpr, MASTER: gl.constexpr, SLOTS: gl.constexpr,
-               BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, RING: gl.constexpr):  # fmt: skip
-    """One warp: all parts of the four slices of every tile."""
-    w_desc, master_desc, s0_desc, s1_desc = parts
-    w_buf, master_buf, s0_buf, s1_buf, filled, _updated, free = ring
-    first = gl.program_id(0)
-    programs = gl.num_programs(0)
-    slot = 0
-    phase = 1
-    for t in range(tiles):
-        i, j = tile_of(first + t * programs, tiles_n, tiles_k, group)
-        for piece in range(4):
-            row = i * BLOCK_N + (piece // 2) * 64
-            column = j * BLOCK_K + (piece % 2) * 64
-            mbarrier.wait(free.index(slot), phase)
-            mbarrier.expect(filled.index(slot), BYTES)
-            if WEIGHT:
-                tma_load(w_desc, [row, column], filled.index(slot), w_buf.index(slot))
-            if MASTER:
-                tma_load(master_desc, [row, column], filled.index(slot), master_buf.index(slot))
-            if SLOTS >= 1:
-                tma_load(s0_desc, [row, column], filled.index(slot), s0_buf.index(slot))
-            if SLOTS >= 2:
-                tma_load(s1_desc, [row, column], filled.index(slot), s1_buf.index(slot))
-            slot += 1
-            if slot == RING:
-                slot = 0
-                phase ^= 1
-
-
-@jit
-def store_slots(parts, ring, tiles, tiles_n, tiles_k, group,
-                WEIGHT: gl.constexpr, MASTER: gl.constexpr, SLOTS: gl.constexpr,
-                BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, RING: gl.constexpr):  # fmt: skip
-    """One warp: send the slots back as they are updated, and free them."""
-    w_desc, master_desc, s0_desc, s1_desc = parts
-    w_buf, master_buf, s0_buf, s1_buf, _filled, updated, free = ring
-    first = gl.program_id(0)
-    programs = gl.num_programs(0)
-    slot = 0
-    phase = 0
-    for t in range(tiles):
-        i, j = tile_of(first + t * programs, tiles_n, tiles_k, group)
-        for piece in range(4):
-            row = i * BLOCK_N + (piece // 2) * 64
-            column = j * BLOCK_K + (piece % 2) * 64
-            mbarrier.wait(updated.index(slot), phase)
-            if WEIGHT:
-                tma_store(w_desc, [row, column], w_buf.index(slot))
-            if MASTER:
-                tma_store(master_desc, [row, column], master_buf.index(slot))
-            if SLOTS >= 1:
-                tma_store(s0_desc, [row, column], s0_buf.index(slot))
-            if SLOTS >= 2:
-                tma_store(s1_desc, [row, column], s1_buf.index(slot))
-            tma_store_wait(0)
-            mbarrier.arrive(free.index(slot), count=1)
-            slot += 1
-            if slot == RING:
-                slot = 0
-                phase ^= 1
-
-
-@jit
-def multiply(dy_buf, x_buf, filled, free, stage, phase, steps, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-             STAGES: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+def multiply(
+    dy_buf, x_buf, filled, free, stage, phase, tokens, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    BLOCK_T: gl.constexpr, STAGES: gl.constexpr, GROUPED: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
     """(accumulator with its last product in flight, stage after the last): one tile's mainloop."""
+    steps = gl.cdiv(tokens, BLOCK_T)
     # Never `previous = stage` here: a variable that takes another's value before and inside of a loop is not
     # seen as carried by the loop.
     g = gl.zeros((BLOCK_N, BLOCK_K), gl.float32, MMA)
     for step in range(steps):
         mbarrier.wait(filled.index(stage), phase)
+        if GROUPED:
+            left = tokens - step * BLOCK_T
+            if left < BLOCK_T:
+                clear_rows(dy_buf.index(stage), left, BLOCK_T, BLOCK_N)
+                clear_rows(x_buf.index(stage), left, BLOCK_T, BLOCK_K)
+                fence_async_shared()
+                partition_barrier()
         g = warpgroup_mma(
             dy_buf.index(stage).permute((1, 0)), x_buf.index(stage), g, use_acc=step > 0, is_async=True
         )
@@ -241,10 +174,11 @@ def update_slice(
 @jit
 def consume(
     WID: gl.constexpr, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr,
-    rng_ptr, tensor_id, norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, scale_stride, group,
+    rng_ptr, tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride, group,
     EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
-    NORM: gl.constexpr, COUNT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    NORM: gl.constexpr, COUNT: gl.constexpr, GROUPED: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr,
     STAGES: gl.constexpr, RING: gl.constexpr, BY_SLICE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: every other tile, mainloop and update."""
@@ -266,23 +200,37 @@ def consume(
     s0_largest = nothing_met(SLICE, S0_CODEC)
     s1_largest = nothing_met(SLICE, S1_CODEC)
     op = 1 - WID  # a fresh barrier lets the first consumer pass; the second waits for the first
+    # Steps of all tiles before this one, which say where the ring of operands stands.
+    position = 0
+    if GROUPED and WID == 1:
+        position += gl.cdiv(place_of(offsets_ptr, first, T, tiles_n, tiles_k, group, GROUPED)[4], BLOCK_T)
     for t in range(WID, tiles, 2):
         program = first + t * programs
-        i, j = tile_of(program, tiles_n, tiles_k, group)
+        expert, i, j, _first_token, tokens = place_of(
+            offsets_ptr, program, T, tiles_n, tiles_k, group, GROUPED
+        )
+        first_row = (expert * tiles_n + i) * BLOCK_N
         # The first slice's scales come before the mainloop, the others' a slice ahead: none is waited for.
-        offsets = (i * BLOCK_N + rows) * scale_stride + j * (BLOCK_K // 64)
+        offsets = (first_row + rows) * scale_stride + j * (BLOCK_K // 64)
         s0_scale = scale_at(s0_meta_ptr, offsets, S0_CODEC)
         s1_scale = scale_at(s1_meta_ptr, offsets, S1_CODEC)
 
-        step = t * steps
+        if GROUPED:
+            step = position
+            other = gl.minimum(t + 1, tiles - 1) * programs + first
+            next_tokens = place_of(offsets_ptr, other, T, tiles_n, tiles_k, group, GROUPED)[4]
+            position += gl.cdiv(tokens, BLOCK_T) + gl.cdiv(next_tokens, BLOCK_T)
+        else:
+            step = t * gl.cdiv(tokens, BLOCK_T)
         mbarrier.wait(multiply_turns.index(1 - WID), op)
         g, stage = multiply(
-            dy_buf, x_buf, filled, free, step % STAGES, (step // STAGES) & 1, steps, BLOCK_N, BLOCK_K, STAGES,
-            MMA,
+            dy_buf, x_buf, filled, free, step % STAGES, (step // STAGES) & 1, tokens, BLOCK_N, BLOCK_K,
+            BLOCK_T, STAGES, GROUPED, MMA,
         )  # fmt: skip
         mbarrier.arrive(multiply_turns.index(WID), count=1)
         g = warpgroup_mma_wait(0, (g,))
-        mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+        last_stage = gl.where(stage == 0, STAGES - 1, stage - 1)
+        mbarrier.arrive(free.index(last_stage), count=1, pred=tokens > 0)
 
         bad = count_nonfinite(g)
         if COUNT:
@@ -312,7 +260,7 @@ def consume(
             s0_largest, s1_largest = update_slice(
                 g00 if MOVE_UP else pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale, s0_scale,
                 s1_scale, s0_next, s1_next, s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr,
-                s1_meta_ptr, h_ptr, rng_ptr, tensor_id, i * BLOCK_N + piece // 2 * 64,
+                s1_meta_ptr, h_ptr, rng_ptr, tensor_id, first_row + piece // 2 * 64,
                 j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op, piece, WID, EPILOGUE, SLOTS,
                 WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
             )  # fmt: skip
@@ -332,20 +280,33 @@ def consume(
     keep_largest(s1_meta_ptr, s1_largest, apply, S1_CODEC)
 
 
-@jit(unspecialized=("h_ptr", "rng_ptr", "tensor_id", "norm_ptr", "nonfinite_ptr", "T", "group"))
+@jit(
+    unspecialized=(
+        "h_ptr",
+        "rng_ptr",
+        "tensor_id",
+        "norm_ptr",
+        "nonfinite_ptr",
+        "offsets_ptr",
+        "E",
+        "T",
+        "group",
+    )
+)
 def pingpong_kernel(
     dy_desc, x_desc, w_desc, master_desc, s0_desc, s1_desc, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
-    tensor_id, norm_ptr, nonfinite_ptr, N, K, T, group,
+    tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, E, N, K, T, group,
     EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr, SLOT_BYTES: gl.constexpr,
-    NORM: gl.constexpr, COUNT: gl.constexpr,
+    NORM: gl.constexpr, COUNT: gl.constexpr, GROUPED: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr,
     STAGES: gl.constexpr, RING: gl.constexpr, BY_SLICE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, MOVER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """All tiles of one weight [N, K], N and K multiples of the tile. dy: [T, N], x: [T, K], T at least 1.
 
-    Arguments as `wgrad_kernel`; descriptors of weight, master and states have blocks of [64, 64]. SLOT_BYTES:
+    Arguments as `wgrad_kernel`; descriptors of weight, master and states have blocks of [64, 64] and see
+    [E * N, K]. GROUPED: E experts, with offsets [E + 1]; else E is 1. SLOT_BYTES:
     of one slot of the ring. RING: its slots, at least 4 if BY_SLICE. Launch with 4 warps.
     """
     gl.static_assert(RING >= 4 or not BY_SLICE)
@@ -384,25 +345,25 @@ def pingpong_kernel(
 
     tiles_n = N // BLOCK_N
     tiles_k = K // BLOCK_K
-    steps = gl.cdiv(T, BLOCK_T)  # what lies beyond the last token is loaded as zeros
-    tiles = gl.cdiv(tiles_n * tiles_k - gl.program_id(0), gl.num_programs(0))
+    # What lies beyond the last token of all is loaded as zeros.
+    tiles = gl.cdiv(E * tiles_n * tiles_k - gl.program_id(0), gl.num_programs(0))
     scale_stride = K // 64
     operands = (dy_buf, x_buf, filled, free)
     ring = (w_buf, master_buf, s0_buf, s1_buf, slot_filled, slot_updated, slot_free)
     parts = (w_desc, master_desc, s0_desc, s1_desc)
     gl.warp_specialize([
         (consume, (0, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
-                   tensor_id, norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, scale_stride, group,
-                   EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, BLOCK_N,
-                   BLOCK_K, STAGES, RING, BY_SLICE)),
+                   tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride,
+                   group, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, GROUPED,
+                   BLOCK_N, BLOCK_K, BLOCK_T, STAGES, RING, BY_SLICE)),
         (consume, (1, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
-                   tensor_id, norm_ptr, nonfinite_ptr, tiles, steps, tiles_n, tiles_k, scale_stride, group,
-                   EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, BLOCK_N,
-                   BLOCK_K, STAGES, RING, BY_SLICE)),
-        (load_operands, (dy_desc, x_desc, operands, tiles, steps, tiles_n, tiles_k, group, BLOCK_N, BLOCK_K,
-                         BLOCK_T, STAGES)),
-        (load_slots, (parts, ring, tiles, tiles_n, tiles_k, group, SLOT_BYTES, WEIGHT, MASTER, SLOTS, BLOCK_N,
-                      BLOCK_K, RING)),
-        (store_slots, (parts, ring, tiles, tiles_n, tiles_k, group, WEIGHT, MASTER, SLOTS, BLOCK_N, BLOCK_K,
-                       RING)),
+                   tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride,
+                   group, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, GROUPED,
+                   BLOCK_N, BLOCK_K, BLOCK_T, STAGES, RING, BY_SLICE)),
+        (load_operands, (dy_desc, x_desc, operands, offsets_ptr, T, tiles, tiles_n, tiles_k, group, GROUPED,
+                         BLOCK_N, BLOCK_K, BLOCK_T, STAGES)),
+        (load_slots, (parts, ring, tiles, tiles_n, tiles_k, group, SLOT_BYTES, GROUPED, WEIGHT, MASTER, SLOTS,
+                      BLOCK_N, BLOCK_K, RING)),
+        (store_slots, (parts, ring, tiles, tiles_n, tiles_k, group, GROUPED, WEIGHT, MASTER, SLOTS, BLOCK_N,
+                       BLOCK_K, RING)),
     ], [4, 1, 1, 1], [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS])  # fmt: skip

@@ -245,8 +245,8 @@ def compile_one(
     signature = {name: types.get(name) or "constexpr" for name in names}
     values = {(names.index(name),): constants.get(name) for name in names if signature[name] == "constexpr"}
     undivided = (
-        "tensor_id", "T", "group", "hyper_length", "panel", "panels", "alpha", "beta", "diagonal", "omega",
-        "scale",
+        "tensor_id", "E", "T", "group", "hyper_length", "panel", "panels", "alpha", "beta", "diagonal",
+        "omega", "scale",
     )  # fmt: skip
     divisible = {
         (names.index(name),): [["tt.divisibility", 16]]

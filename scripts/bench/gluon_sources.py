@@ -50,7 +50,13 @@ def _descriptor(dtype: torch.dtype, rows: int, columns: int) -> str:
 
 
 def gluon_source(
-    epilogue: Epilogue, codecs: Sequence[str], config: TileConfig, *, master: bool, norm: bool = True
+    epilogue: Epilogue,
+    codecs: Sequence[str],
+    config: TileConfig,
+    *,
+    master: bool,
+    norm: bool = True,
+    grouped: bool = False,
 ) -> Source:
     """(argument types, constants, launch options) of one specialisation, as `launch` would make it.
 
@@ -69,7 +75,7 @@ def gluon_source(
         "s0_meta_ptr": "*fp32" if scaled[0] else None, "s1_meta_ptr": "*fp32" if scaled[1] else None,
         "h_ptr": "*fp32", "rng_ptr": "*i64" if random else None, "tensor_id": "i32",
         "norm_ptr": "*fp32" if norm else None, "nonfinite_ptr": "*i32",
-        **dict.fromkeys(("N", "K", "T", "group"), "i32"),
+        "offsets_ptr": "*i32" if grouped else None, **dict.fromkeys(("E", "N", "K", "T", "group"), "i32"),
     }  # fmt: skip
     constants = {
         "EPILOGUE": epilogue.jit, "SLOTS": slots, "WEIGHT": weight, "MASTER": present[1],
@@ -90,7 +96,7 @@ def gluon_source(
         slot_bytes = 64 * 64 * part_bytes
         stages, ring = pingpong_memory(config.stages, slot_bytes, stage_bytes)
         constants |= {
-            "SLOT_BYTES": slot_bytes, "STAGES": stages, "RING": ring,
+            "GROUPED": grouped, "SLOT_BYTES": slot_bytes, "STAGES": stages, "RING": ring,
             "BY_SLICE": config.overlap and ring >= 4, **PINGPONG_REGISTERS,
         }  # fmt: skip
         return types, constants, {"num_warps": 4, "maxnreg": constants.pop("maxnreg")}
@@ -122,4 +128,10 @@ def gluon_jobs(
             for kernel, config in ((pingpong_kernel, _PINGPONG), (cooperative_kernel, _COOPERATIVE)):
                 source = gluon_source(rule, codecs, config, master=master)
                 listed.append((f"{config.form}/{rule.name}/{recipe}", kernel, source))
+    adamw = next(rule for rule in rules if rule.name == "adamw")
+    for recipe in ("bf16", "int8_sr"):
+        weight, by_kind, master = recipes[recipe]
+        codecs = [weight, *(by_kind[kind] for kind in adamw.slot_kinds)]
+        source = gluon_source(adamw, codecs, _PINGPONG, master=master, grouped=True)
+        listed.append((f"pp2/adamw/{recipe}/experts", pingpong_kernel, source))
     return listed

@@ -23,7 +23,12 @@ GATE_UP, DOWN, ATTENTION, KEY_VALUE = (14336, 4096), (4096, 14336), (4096, 4096)
 LAYER = ((GATE_UP, 2), (DOWN, 1), (ATTENTION, 2), (KEY_VALUE, 2))  # one Llama-3.1-8B layer
 LAYERS = 32
 QWEN3_32B = (((25600, 5120), 2), ((5120, 25600), 1), ((8192, 5120), 1), ((5120, 8192), 1), ((1024, 5120), 2))
-MODELS = {"Llama-8B": (LAYER, LAYERS), "Qwen3-32B": (QWEN3_32B, 64)}
+EXPERTS = (((128, 768, 2048), 2), ((128, 2048, 768), 1))  # of one Qwen3-30B-A3B layer
+MODELS = {
+    "Llama-8B": (LAYER, LAYERS),
+    "Qwen3-32B": (QWEN3_32B, 64),
+    "Qwen3-30B-A3B experts": (EXPERTS, 48),
+}
 """By model: (shape, number in a layer) of its linears, and layers."""
 
 RECIPES: dict[str, tuple[str, dict[str, str], bool]] = {
@@ -55,7 +60,7 @@ class Cell:
 
     rule: str
     recipe: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     tokens: int
 
 
@@ -80,10 +85,10 @@ def moved_bytes(rule: Epilogue, recipe: str, weights: int) -> float:
     return 2 * total * weights
 
 
-def floor_ms(rule: Epilogue, recipe: str, shape: tuple[int, int], tokens: int) -> float:
+def floor_ms(rule: Epilogue, recipe: str, shape: tuple[int, ...], tokens: int) -> float:
     """The time below which no kernel can be on this card."""
-    weights = shape[0] * shape[1]
-    return max(moved_bytes(rule, recipe, weights) / BANDWIDTH, 2.0 * tokens * weights / FLOPS) * 1e3
+    moved, products = moved_bytes(rule, recipe, math.prod(shape)), 2.0 * tokens * math.prod(shape[-2:])
+    return max(moved / BANDWIDTH, products / FLOPS) * 1e3
 
 
 def hyper_vector(rule: Epilogue, device: torch.device) -> Tensor:
@@ -132,11 +137,20 @@ def rms_error(found: Tensor, exact: Tensor) -> float:
 
 
 class Operands:
-    """dy and x of one shape and token count, and the gradient in fp64 for one of the checks."""
+    """dy and x of one shape and token count, and the gradient in fp64 for one of the checks.
 
-    def __init__(self, shape: tuple[int, int], tokens: int, device: torch.device) -> None:
+    Of a shape of experts, the tokens are dealt unevenly, and one expert has none.
+    """
+
+    def __init__(self, shape: tuple[int, ...], tokens: int, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
-        n, k = shape
+        n, k = shape[-2:]
+        self.offsets: Tensor | None = None
+        if len(shape) == 3:
+            shares = torch.rand(shape[0], generator=torch.Generator().manual_seed(0))
+            shares[shape[0] // 2] = 0
+            bounds = torch.cat((torch.zeros(1), (shares / shares.sum()).cumsum(0))).mul(tokens).round()
+            self.offsets = bounds.to(torch.int32).to(device)
         self.dy = (torch.randn(tokens, n, device=device, generator=generator) * 0.01).bfloat16()
         self.x = torch.randn(tokens, k, device=device, generator=generator).bfloat16()
 
@@ -159,7 +173,7 @@ def prepare(cell: Cell, device: torch.device, seed: int) -> Set:
 
 def buffer_count(cell: Cell) -> int:
     """Sets to rotate through, so that the L2 of 50 MB does not hold the next one."""
-    size = moved_bytes(get_epilogue(cell.rule), cell.recipe, cell.shape[0] * cell.shape[1]) / 2
+    size = moved_bytes(get_epilogue(cell.rule), cell.recipe, math.prod(cell.shape)) / 2
     return max(2, min(8, math.ceil(400e6 / max(size, 1.0))))
 
 

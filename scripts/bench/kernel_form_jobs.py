@@ -60,11 +60,17 @@ GEOMETRIES: dict[str, dict[str, TileConfig]] = {
         "32x5": TileConfig(128, 256, 32, split=4, warps=8, stages=5, form=COOPERATIVE),
     },
 }
-EXACT_SHAPES = (
+EXACT_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
     ((128, 256), 1), ((256, 512), 64), ((512, 768), 200), ((1024, 4096), 512), ((4096, 1024), 1000),
     (GATE_UP, 512),
 )  # fmt: skip
-REPEATED_SHAPES = ((KEY_VALUE, 512), (ATTENTION, 512), (DOWN, 2048))
+REPEATED_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = ((KEY_VALUE, 512), (ATTENTION, 512), (DOWN, 2048))
+EXPERT_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
+    ((3, 128, 256), 5), ((8, 256, 384), 700), ((128, 768, 2048), 4096), ((5, 2048, 768), 512),
+)  # fmt: skip
+REPEATED_EXPERTS: tuple[tuple[tuple[int, ...], int], ...] = (
+    ((128, 768, 2048), 4096), ((128, 2048, 768), 512), ((8, 768, 2048), 8192),
+)  # fmt: skip
 REPEATS = 100
 
 
@@ -76,11 +82,13 @@ class Check:
     geometry: str
     rule: str
     recipe: str
+    experts: bool = False
 
     @property
     def name(self) -> str:
         """As printed."""
-        return f"{self.form}/{self.geometry}/{self.rule}/{self.recipe}"
+        experts = "/experts" if self.experts else ""
+        return f"{self.form}/{self.geometry}/{self.rule}/{self.recipe}{experts}"
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class Timing:
     group: int
     rule: str
     recipe: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     tokens: int
 
 
@@ -106,7 +114,7 @@ def run(target: Set, operands: Operands, rule: Any, hyper: Tensor, config: TileC
     """One fused update."""
     fused_wgrad_update(
         operands.dy, operands.x, target.weight, target.states, rule, hyper, master=target.master,
-        rng=rng(), tensor_id=TENSOR_ID, config=config, **more,
+        offsets=operands.offsets, rng=rng(), tensor_id=TENSOR_ID, config=config, **more,
     )  # fmt: skip
 
 
@@ -141,7 +149,7 @@ def differences(found: Set, wanted: Set, before: Set, config: TileConfig) -> lis
     return told
 
 
-def check_exact(check: Check, config: TileConfig, shape: tuple[int, int], tokens: int) -> dict[str, Any]:
+def check_exact(check: Check, config: TileConfig, shape: tuple[int, ...], tokens: int) -> dict[str, Any]:
     """Gate T0 against the portable gradient and a flat pass."""
     rule = get_epilogue(check.rule)
     hyper = hyper_vector(rule, DEVICE)
@@ -151,7 +159,7 @@ def check_exact(check: Check, config: TileConfig, shape: tuple[int, int], tokens
     norm = torch.full((tile_count(shape, config),), float("nan"), device=DEVICE)
     counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     run(found, operands, rule, hyper, config, norm_partials=norm, nonfinite=counter)
-    gradient = wgrad(operands.dy, operands.x)
+    gradient = wgrad(operands.dy, operands.x, offsets=operands.offsets)
     flat_update(
         rule, [wanted.weight] if wanted.weight is not None else None, [gradient], [wanted.states], hyper,
         masters=[wanted.master], rng=rng(), tensor_ids=[TENSOR_ID],
@@ -159,7 +167,7 @@ def check_exact(check: Check, config: TileConfig, shape: tuple[int, int], tokens
     told = differences(found, wanted, start, config)
     squares = float(gradient.double().square().sum())
     return {
-        "what": f"exact {shape[0]}x{shape[1]} tokens {tokens}",
+        "what": f"exact {shape} tokens {tokens}",
         "good": not told and int(counter) == 0 and abs(float(norm.double().sum()) / squares - 1) < 1e-5,
         "counted": int(counter), "norm_ratio": float(norm.double().sum()) / squares, "different": told,
     }  # fmt: skip
@@ -199,7 +207,7 @@ def check_flags(check: Check, config: TileConfig) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
 
 
-def check_repeats(check: Check, config: TileConfig, shape: tuple[int, int], tokens: int) -> dict[str, Any]:
+def check_repeats(check: Check, config: TileConfig, shape: tuple[int, ...], tokens: int) -> dict[str, Any]:
     """The same launch many times, on the same numbers."""
     rule = get_epilogue(check.rule)
     hyper = hyper_vector(rule, DEVICE)
@@ -217,7 +225,7 @@ def check_repeats(check: Check, config: TileConfig, shape: tuple[int, int], toke
         wrong += count
         runs_wrong += count > 0
     return {
-        "what": f"{REPEATS} repeats {shape[0]}x{shape[1]} tokens {tokens}", "good": int(wrong) == 0,
+        "what": f"{REPEATS} repeats {shape} tokens {tokens}", "good": int(wrong) == 0,
         "bytes_different": int(wrong), "runs_different": int(runs_wrong),
     }  # fmt: skip
 
@@ -226,12 +234,13 @@ def run_check(check: Check) -> Iterator[dict[str, Any]]:
     """All checks of one kernel."""
     config = GEOMETRIES[check.form][check.geometry]
     started = time.perf_counter()
-    yield check_exact(check, config, *EXACT_SHAPES[0])
+    exact, repeated = (EXPERT_SHAPES, REPEATED_EXPERTS) if check.experts else (EXACT_SHAPES, REPEATED_SHAPES)
+    yield check_exact(check, config, *exact[0])
     yield {"what": "compiled", "good": True, "seconds": time.perf_counter() - started}
-    for shape, tokens in EXACT_SHAPES[1:]:
+    for shape, tokens in exact[1:]:
         yield check_exact(check, replace(config, group=1 if tokens == 512 else 8), shape, tokens)
     yield from check_flags(check, config)
-    for shape, tokens in REPEATED_SHAPES:
+    for shape, tokens in repeated:
         yield check_repeats(check, config, shape, tokens)
 
 
@@ -244,7 +253,8 @@ def time_one(timing: Timing) -> dict[str, Any]:
     sets = [prepare(cell, DEVICE, seed) for seed in range(buffer_count(cell))]
     if timing.form == PORTABLE:
         target = make_target(rule, sets[0].weight, sets[0].states, master=sets[0].master)
-        config = config_for(operands.dy, operands.x, target)
+        experts = timing.shape[0] if len(timing.shape) == 3 else 1
+        config = config_for(operands.dy, operands.x, target, experts)
     else:
         config = replace(GEOMETRIES[timing.form][timing.geometry], group=timing.group)
     ms = replay_time([lambda one=one: run(one, operands, rule, hyper, config) for one in sets], budget_ms=60)

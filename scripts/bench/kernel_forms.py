@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from kernel_cells import DOWN, GATE_UP, LAYER, MODELS, QWEN3_32B
+from kernel_cells import DOWN, EXPERTS, GATE_UP, LAYER, MODELS, QWEN3_32B
 from kernel_form_jobs import GEOMETRIES, Check, Timing
 
 from titanforge.kernels.forms import COOPERATIVE, PINGPONG, PORTABLE, unavailable
@@ -34,6 +34,15 @@ def checks(forms: Sequence[str], which: str) -> list[Check]:
     """What to check, the most wanted first."""
     if which == "random":
         return random_checks(forms)
+    if which == "experts":
+        recipes = (("adamw", "int8_sr"), ("adamw", "bf16"), ("momentum_state", "bf16"), ("adamw", "int8"))
+        return [
+            Check(form, geometry, *recipe, experts=True)
+            for recipe in recipes
+            for form in forms
+            for geometry in ("overlap", "turns")
+            if form == PINGPONG
+        ]
     kinds = (
         ("adamw", "bf16"), ("adamw", "int8"), ("momentum_state", "bf16"), ("momentum_state", "fp32_states"),
         ("adamw", "fp8"), ("adamw", "fp32_states"), ("adamw", "master"), ("lion", "bf16"),
@@ -69,7 +78,7 @@ def random_checks(forms: Sequence[str]) -> list[Check]:
     ]
 
 
-def group(shape: tuple[int, int]) -> int:
+def group(shape: tuple[int, ...]) -> int:
     """Rows of tiles that `auto` walks at a time in pp2."""
     return 8 if shape[1] > 8192 else 1
 
@@ -92,6 +101,16 @@ def timings(forms: Sequence[str], which: str) -> list[Timing]:
     """What to time, the most wanted first."""
     if which == "random":
         return random_timings(forms)
+    if which == "experts":
+        geometries = ((PINGPONG, "overlap", 1), (PINGPONG, "turns", 1), (PORTABLE, "", 0))
+        return [
+            Timing(form, geometry, rows, "adamw", recipe, shape, tokens)
+            for tokens in (4096, 16384)  # 512 and 2048 tokens, eight experts each
+            for recipe in ("int8_sr", "bf16", "int8")
+            for form, geometry, rows in geometries
+            for shape, _ in EXPERTS
+            if form in forms
+        ]
     shapes = [shape for shape, _ in LAYER]
     listed: list[Timing] = []
     for recipe in ("bf16", "int8", "fp8"):
@@ -202,8 +221,8 @@ def best_totals(cells: list[dict[str, Any]], standards: dict[Any, dict[str, floa
 def compare_forms(
     forms: Sequence[str], out: Path, budget: float, processes: int, which: str = "default"
 ) -> int:
-    """Check, then time; 1 if anything asked for is wrong or fails. which: default, or random (stochastic
-    rounding).
+    """Check, then time; 1 if anything asked for is wrong or fails. which: default, random (stochastic
+    rounding) or experts.
     """
     began = time.time()
     out.mkdir(parents=True, exist_ok=True)
@@ -246,7 +265,7 @@ def compare_forms(
         sizes = list(dict.fromkeys((timing.shape, timing.tokens) for timing in wanted))
         until = began + budget
         # The standard path and the portable form cannot hang: one process for both.
-        safe: list[Any] = [{"shape": shape, "tokens": tokens} for shape, tokens in sizes]
+        safe: list[Any] = [{"shape": shape, "tokens": tokens} for shape, tokens in sizes if len(shape) == 2]
         safe += [asdict(timing) for timing in wanted if timing.form == PORTABLE]
         jobs: list[tuple[str, list[Any]]] = [(PORTABLE, safe)]
         for form in forms:
@@ -283,7 +302,7 @@ def compare_forms(
                     )
                     print(
                         f"{cell['form']:9s}{cell['geometry']:9s} group {cell['group']:2d} {cell['rule']:15s}"
-                        f"{cell['recipe']:12s}{cell['shape']!s:14s} tokens {cell['tokens']:5d} "
+                        f"{cell['recipe']:12s}{cell['shape']!s:17s} tokens {cell['tokens']:5d} "
                         f"{cell['ms'] * 1e3:7.1f} us  {cell['ms'] / cell['floor_ms']:.2f} x floor  "
                         f"{cell['ms'] / standard:.2f} x standard",
                         flush=True,

@@ -7,10 +7,10 @@ and kernels.md.
 
     python scripts/bench/kernels.py --out FOLDER [--set default|quick|full|random] [--budget SECONDS] [--tune]
     python scripts/bench/kernels.py --out FOLDER --forms portable pp2 coop [--budget SECONDS] [--processes N]
-        [--set default|random]
+        [--set default|random|experts]
 
 The second compares the forms of the kernel (`kernel_forms.py`), each in processes of its own. The set
-`random` is of stochastic rounding.
+`random` is of stochastic rounding, `experts` of Qwen3-30B-A3B's.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def main() -> int:
     """Run a set of cells; 1 if a cell failed or a T0 gate did not hold."""
     parser = argparse.ArgumentParser(description="Measure the fused update kernels.")
     parser.add_argument("--out", type=Path, required=True, help="folder for kernels.json and kernels.md")
-    parser.add_argument("--set", choices=("default", "quick", "full", "random"), default="default")
+    parser.add_argument("--set", choices=("default", "quick", "full", "random", "experts"), default="default")
     parser.add_argument("--budget", type=float, default=210.0, help="seconds in which cells begin")
     parser.add_argument("--tune", action="store_true", help="autotune Llama-8B's shapes first")
     parser.add_argument(

@@ -113,6 +113,10 @@ def test_what_a_form_does_not_take(hopper: None) -> None:
         reason = launch.refusal(*operands(64, n, k), target(n, k), config)
         assert reason.startswith(f"{n} x {k} is not whole tiles of {config.block_n} x {config.block_k}")
     assert launch.refusal(*operands(0, 256, 512), target(256, 512), _PINGPONG) == "no tokens"
+    experts = [torch.zeros(3, 256, 512, dtype=torch.bfloat16) for _ in range(3)]
+    grouped = make_target(get_epilogue("adamw"), experts[0], experts[1:])
+    assert launch.refusal(dy, x, grouped, _PINGPONG) == ""
+    assert launch.refusal(dy, x, grouped, _COOPERATIVE) == "experts"
     assert "float32" in launch.refusal(*operands(64, 256, 512, torch.float32), target(256, 512), _PINGPONG)
     turned = torch.zeros(256, 64, dtype=torch.bfloat16).t()
     assert "contiguous" in launch.refusal(turned, x, target(256, 512), _PINGPONG)

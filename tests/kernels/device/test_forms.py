@@ -70,6 +70,36 @@ def test_t0_against_the_portable_form(form: str, recipe: str, n: int, k: int, to
     assert counter.item() == 0
 
 
+PORTABLE_CONFIG = TileConfig(128, 128, 64, split=2, warps=8)
+# Tokens of each expert: none, less than a step, whole steps, and a token of no expert at the end.
+SHARES = (0, 1, 64, 63, 0, 200, 128, 0)
+
+
+@pytest.mark.parametrize("form", ["pp2", "pp2_overlap"])
+@pytest.mark.parametrize("recipe", ["bf16", "int8", "int8_sr", "fp8_states", "master"])
+@pytest.mark.parametrize(("n", "k"), [(128, 256), (768, 2048)])
+def test_experts(form: str, recipe: str, n: int, k: int) -> None:
+    rule, shape = get_epilogue("adamw"), (len(SHARES), n, k)
+    offsets = torch.tensor([0, *SHARES], device=CUDA).cumsum(0).to(torch.int32)
+    dy, x = operands(n, k, sum(SHARES) + 1)
+    x[SHARES[1]] = torch.nan  # of the third expert, beside the one token of the second
+    hyper, rng = hyper_vector(rule, CUDA), torch.tensor([5, 6], device=CUDA)
+    found, fused = (Weight(rule, recipe, shape, CUDA) for _ in range(2))
+    counters = [torch.zeros(1, dtype=torch.int32, device=CUDA) for _ in range(2)]
+    norms = []
+    for part, counter, config in zip((found, fused), counters, (CONFIGS[form], PORTABLE_CONFIG)):
+        norms.append(torch.zeros(tile_count(shape, config), device=CUDA))
+        for _ in range(2):
+            fused_wgrad_update(
+                dy, x, part.weight, part.states, rule, hyper, master=part.master, offsets=offsets, rng=rng,
+                config=config, norm_partials=norms[-1], nonfinite=counter,
+            )  # fmt: skip
+    assert_same_bits(found.tensors(), fused.tensors())
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0, equal_nan=True)
+    tiles = tile_count(shape[1:], CONFIGS[form])
+    assert counters[0].item() == counters[1].item() == 2 * tiles  # of the third expert alone
+
+
 @pytest.mark.parametrize("form", CONFIGS)
 @pytest.mark.parametrize("name", [name for name in EPILOGUES if name != "adamw"])
 def test_every_rule(form: str, name: str) -> None:

@@ -8,6 +8,8 @@ is decorated, that is at import, so it cannot change within a process. Interpret
 from __future__ import annotations
 
 import os
+import re
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,39 @@ else:
         HAS_TRITON = False
 
 INTERPRET: bool = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def interpreter_fault(triton_version: str, numpy_version: str) -> str:
+    """Why Triton's CPU interpreter does not run with this release of NumPy; empty where it does.
+
+    Before 3.7 it turns a loop's bound into a Python number by `int` of an array of one dim, which NumPy has
+    refused since 2.4. Compiled kernels know no NumPy.
+    """
+    if _release(triton_version) >= (3, 7) or _release(numpy_version) < (2, 4):
+        return ""
+    return (
+        f"the CPU interpreter of Triton {triton_version} does not run with NumPy {numpy_version}: "
+        "pip install 'numpy<2.4', or take a PyTorch that comes with Triton 3.7 or newer"
+    )
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
+
+
+def _installed_fault() -> str:
+    try:
+        return interpreter_fault(triton.__version__, metadata.version("numpy")) if HAS_TRITON else ""
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+INTERPRETER_FAULT = _installed_fault()
+"""Why kernels cannot be interpreted on this machine; empty where they can, and where there is no Triton."""
+
+if INTERPRET and INTERPRETER_FAULT:
+    raise RuntimeError(f"TRITON_INTERPRET=1: {INTERPRETER_FAULT}; or unset it")
 
 
 def jit(function: Any = None, *, unspecialized: tuple[str, ...] = ()) -> Any:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from titanforge.kernels._triton import HAS_TRITON
+from titanforge.kernels._triton import HAS_TRITON, INTERPRETER_FAULT
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.skipif(bool(INTERPRETER_FAULT), reason=INTERPRETER_FAULT)
 def test_kernels_of_a_whole_step() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.forge.interpreted"],

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -77,12 +77,28 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def host_group(self, sets: Sequence[Sequence[int]]) -> ProcessGroup | None:
+        """A gloo group of this rank's set of ranks, None for a set of one; collective, with the same sets."""
+        own = None
+        for ranks in sets:
+            if len(ranks) > 1:
+                group = _host_group(self.train_timeout, ranks)
+                own = group if self.rank in ranks else own
+        return own
+
     def agree(
-        self, sums: Sequence[int] = (), maxima: Sequence[int] = ()
+        self,
+        sums: Sequence[int] = (),
+        maxima: Sequence[int] = (),
+        group: ProcessGroup | None = None,
+        axis: str = "world",
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sum and maximise small integers over all ranks, on the hosts; every rank gets the same.
 
         Every rank must call it with the same lengths. Both reductions are in flight together.
+
+        Args:
+            group, axis: of `host_group`, and its name for the record; default: all ranks.
 
         Raises:
             RuntimeError: a rank is gone, or the timeout passed.
@@ -92,9 +108,10 @@ class Runtime:
         pending = []
         for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
             tensor = torch.tensor(list(values), dtype=torch.int64)
-            work = dist.all_reduce(tensor, op, group=self.control_group, async_op=True) if values else None
+            among = group or self.control_group
+            work = dist.all_reduce(tensor, op, group=among, async_op=True) if values else None
             if work is not None and self.record is not None:
-                self.record("world", "agreement", tensor.nbytes, 1)
+                self.record(axis, "agreement", tensor.nbytes, 1)
             pending.append((tensor, work))
         try:
             for _, work in pending:
@@ -231,8 +248,6 @@ def init_distributed(comm: CommSettings, device_type: str, dump_folder: str = ".
     return runtime
 
 
-def _host_group(timeout: timedelta) -> ProcessGroup:
-    """A new gloo group over all ranks; collective."""
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, ProcessGroup)
-    return group
+def _host_group(timeout: timedelta, ranks: Sequence[int] | None = None) -> ProcessGroup:
+    """A new gloo group, by default over all ranks; collective over all of them. Not for use outside it."""
+    return cast(ProcessGroup, dist.new_group(ranks, backend="gloo", timeout=timeout))

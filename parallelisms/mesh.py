@@ -159,6 +159,12 @@ class ParallelDims:
         mesh = self.get_optional_mesh(name)
         return None if mesh is None else mesh.get_group()
 
+    def ranks_by_replica(self) -> list[list[int]]:
+        """The ranks of each replica, in order."""
+        assert self._mesh is not None, "build_mesh comes first"
+        ranks = self._mesh.mesh.movedim(AXES.index("dp_replicate"), 0)
+        return ranks.reshape(self.dp_replicate, -1).tolist()
+
     def data_rank_and_size(self) -> tuple[int, int]:
         """(which share of the global batch this rank reads, number of shares)."""
         return self.get_mesh("dp").get_local_rank(), self.degree("dp")

@@ -9,7 +9,8 @@ global batch, reduce over replicas, clip, update, log, evaluate, save. Reading `
 from __future__ import annotations
 
 import contextlib
-import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from titanforge.agreement import Agreement
 from titanforge.assembly import (
     batch_of_step,
     build_loader,
@@ -28,9 +30,9 @@ from titanforge.assembly import (
     probe_forward,
 )
 from titanforge.captured import CapturedStep, CudaGraph, StaticBatches
-from titanforge.checkpoint import CheckpointError, CheckpointManager
+from titanforge.checkpoint import CheckpointManager
 from titanforge.config import ConfigError, JobConfig, to_flat_dict, to_toml
-from titanforge.data import IGNORED, Batch, build_tokenizer, merge_states
+from titanforge.data import Batch, build_tokenizer, merge_states
 from titanforge.evaluation import Validator
 from titanforge.finite import FiniteGuard
 from titanforge.forge import Ranks, build_forge_optimizer
@@ -46,8 +48,8 @@ from titanforge.report import announce, summarize
 from titanforge.run_folder import FolderLock, save_config
 from titanforge.run_state import restore_run_state, run_state
 from titanforge.sync import CommLedger, Replication, build_sync_policy
-
-logger = logging.getLogger(__name__)
+from titanforge.sync.ledger import named_failure
+from titanforge.sync.policy import REPLICATE_AXIS
 
 
 class Trainer:
@@ -99,6 +101,7 @@ class Trainer:
         self.dims = build_dims(config, self.runtime.world_size)
         self.dims.build_mesh(device_type)
         self.dp_rank, self.dp_world = self.dims.data_rank_and_size()
+        self._replica = self.dims.get_mesh("dp_replicate").get_local_rank()
         set_determinism(
             self.seed, config.debug.deterministic, config.debug.deterministic_warn_only, self.device
         )
@@ -139,7 +142,7 @@ class Trainer:
         self._valid_tokens = torch.ones((), dtype=torch.float32, device=self.device)
         self._step_number = torch.zeros((), dtype=torch.int64, device=self.device)
         self._load()
-        self._loaded_step = self.step
+        self.loaded_step = self.step
         self.metrics = self._owned(
             MetricsLogger(
                 config,
@@ -154,6 +157,8 @@ class Trainer:
         self.profiler = self._owned(
             Profiler(config.profiling, self.dump_folder, self.runtime.rank, self.step, self.device.type)
         )
+        self.agreement = Agreement(self)
+        self._alone = False  # the step under way is each replica's own, until the policy's decision
         self.captured = self._build_captured() if config.compile.cuda_graph else None
         if self.is_main:
             announce(self)
@@ -261,8 +266,9 @@ class Trainer:
         """One optimizer step on one global batch."""
         config = self.config
         self.metrics.begin_step()
-        batches, tokens_by_replica = self._next_global_batch()
+        batches, tokens_by_replica, known = self.agreement.next_batch()
         valid_tokens = max(sum(tokens_by_replica), 1)
+        self._alone = not self.sync.syncs_next
         schedule = config.lr_scheduler
         factor = lr_factor(
             self.step,
@@ -276,7 +282,7 @@ class Trainer:
         self._divisor.fill_(self.sync.gradient_divisor(tokens_by_replica))
         self._valid_tokens.fill_(valid_tokens)
         self._step_number.fill_(self.step + 1)
-        self.sync.begin_step(self.micro_batches, tokens_by_replica)
+        self.sync.begin_step(self.micro_batches, tokens_by_replica, agreed=not self._alone)
         if self.captured is None:
             self.optimizer.begin_step(self.micro_batches)
             loss, grad_norm = self._compute(batches)
@@ -285,7 +291,9 @@ class Trainer:
             self._static.fill(batches)
             loss, grad_norm = self.captured()
         self.step += 1
-        self.tokens_seen += valid_tokens
+        self.tokens_seen += valid_tokens if known else 0
+        if self.sync.alarm:
+            self.agreement.soon()
         self.metrics.sync_events(self.step, self.sync.take_events())
         self.metrics.end_step(
             self.step,
@@ -299,28 +307,36 @@ class Trainer:
             **self.optimizer.metrics(),
             **({"skipped_steps": self.finite.steps} if config.training.nonfinite_loss == "skip" else {}),
         )
-        if self.metrics.due(self.step):
+        if self.metrics.due(self.step) or self.sync.alarm:
             self._stop_if_nonfinite()
 
     def _compute(self, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Device side of a step: forward, backward and update. Returns the loss, and the gradient's norm."""
+        """Device side of a step: forward, backward and update. Returns the loss and the gradient's norm; of a
+        step that replicas take by themselves and that is not logged, this one's part of them."""
         self.optimizer.zero_grad()
         accumulate = self._accumulate if self.pipeline is None else self._accumulate_in_stages
         loss = accumulate(batches)
         self.sync.reduce_gradients()
         grad_norm, scale = self.optimizer.clip(self._clip_factor)
         loss, grad_norm = self._over_ranks(loss, grad_norm)
-        apply_flag = self.finite.check(loss, grad_norm, self._step_number)
+        if not self._alone:
+            self._share_nonfinite()
+        apply_flag = self.finite.check(loss, grad_norm, self._step_number, self._alone)
+        if not batches:
+            apply_flag = torch.zeros_like(apply_flag)
+        logged = self._begin_log(loss, grad_norm)
         if self.captured is None:
-            self.sync.step(self.optimizer, apply_flag, scale)
+            self.sync.step(self.optimizer, apply_flag, scale, self.agreement.attention)
         else:  # its host side is done
             self.optimizer.apply_step(apply_flag, scale)
         if (statistics := self.model.step_statistics()) is not None:
-            for axis in ("loss", "tp"):  # ranks along tp have routed their own tokens too
-                group = self.dims.get_group(axis)
+            # Ranks along tp have routed their own tokens too; replicas count together where they stepped so.
+            data = ("dp_shard_cp", "dp_shard") if self.sync.apart else ("loss", "loss")
+            for name, axis in (data, ("tp", "tp")):
+                group = self.dims.get_group(name)
                 self.ledger.all_reduce(statistics, group, axis=axis, purpose="model statistics")
             self.model.end_step(apply_flag)
-        return loss, grad_norm
+        return logged()
 
     def _accumulate(self, batches: list[Batch]) -> torch.Tensor:
         """Forward and backward of each micro-batch; returns this rank's part of the loss."""
@@ -368,64 +384,45 @@ class Trainer:
         self, loss: torch.Tensor, grad_norm: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss of the whole global batch; the norm that all ranks share, or, where gradients are each
-        replica's own, the root mean square of theirs: not finite on all ranks if it is on one."""
-        group = self.dims.get_group("loss")
+        replica's own, the root mean square of theirs: not finite on all ranks if it is on one. In a step that
+        replicas take by themselves, this one's parts of both: not finite on its ranks if it is on one."""
+        name, axis = ("dp_shard_cp", "dp_shard") if self._alone else ("loss", "loss")
+        group = self.dims.get_group(name)
         if grad_norm is None or not self.sync.local_gradients:
-            self.ledger.all_reduce(loss, group, axis="loss", purpose="loss")
+            self.ledger.all_reduce(loss, group, axis=axis, purpose="loss")
             return loss, grad_norm
         both = torch.stack([loss, grad_norm.square() / self.dims.degree("loss")])
-        self.ledger.all_reduce(both, group, axis="loss", purpose="loss")
+        self.ledger.all_reduce(both, group, axis=axis, purpose="loss")
         return both[0], both[1].sqrt()
+
+    def _begin_log(
+        self, loss: torch.Tensor, grad_norm: torch.Tensor | None
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
+        """What gives both over all replicas, which the update need not wait for; as they are if nobody will
+        look at them."""
+        if not self._alone or not self.metrics.due(self.step + 1):
+            return lambda: (loss, grad_norm)
+        square = torch.zeros_like(loss) if grad_norm is None else grad_norm.square()
+        nonfinite = self.finite.told(self._replica, self.dims.dp_replicate)
+        told = torch.cat([torch.stack([loss, square]).double(), nonfinite.double()])
+        group = self.dims.get_group("dp_replicate")
+        work = self.ledger.all_reduce(told, group, axis=REPLICATE_AXIS, purpose="loss", async_op=True)
+
+        def end() -> tuple[torch.Tensor, torch.Tensor | None]:
+            if work is not None:
+                with named_failure("the all-reduce of loss over dp_replicate"):
+                    work.wait()
+            self.finite.heard(told[2:].long())
+            return told[0].float(), None if grad_norm is None else told[1].sqrt().float()
+
+        return end
 
     def sync_point(self, reason: str) -> None:
         """Make replicas coherent before something looks at weights or states; training goes on from it."""
+        self.agreement.settle()
+        self._share_nonfinite()
         self.sync.synchronize(reason)
         self.metrics.sync_events(self.step, self.sync.take_events())
-
-    def _next_global_batch(self) -> tuple[list[Batch], list[int]]:
-        """This rank's micro-batches, and each replica's part of the global batch's valid target tokens.
-
-        One host-side reduction carries the token count, any rank's failure and any rank's signal, so that
-        all ranks go on or stop together and the failing one is named.
-        """
-        failure: Exception | None = None
-        batches: list[Batch] = []
-        position = self.loader.state_dict()
-        signal_seen = self.stop_signal.received
-        with self.metrics.data_loading():
-            try:
-                # Not after a signal, which the data's workers may have died of.
-                if not signal_seen:
-                    batches = [next(self.loader) for _ in range(self.micro_batches)]
-            except Exception as error:
-                failure = error
-        replicas = self.dims.degree("dp_replicate")
-        tokens = [0] * replicas
-        tokens[self.dims.get_mesh("dp_replicate").get_local_rank()] = sum(
-            int((batch.labels != IGNORED).sum()) for batch in batches
-        )
-        from_sources = self.loader.source_tokens()
-        totals, (failed, signalled) = self.runtime.agree(
-            sums=[*tokens, *from_sources.values()],
-            maxima=[self.runtime.rank + 1 if failure else 0, self.stop_signal.received],
-        )
-        if failed:
-            # Every rank is here, between two steps: what was trained since the last save need not be lost.
-            # Nothing trained, nothing to save: a checkpoint would only tie a corrected dataset to this one.
-            if self.step > self._loaded_step:
-                try:
-                    self._save_between_steps(position)
-                except CheckpointError as error:  # on every rank alike; it must not hide the other
-                    logger.error("%s", error)
-            self.runtime.raise_together(failure, failed - 1, "loading data")
-        # Ranks that share sequences have all counted the same tokens.
-        totals = [count // self.dims.sharers for count in totals]
-        self.source_tokens = dict(zip(from_sources, totals[replicas:]))
-        if signalled:
-            self.stop_signal.heeded()
-            self._save_between_steps(position)
-            self._interrupt(signalled)
-        return batches, totals[:replicas]
 
     def _count_over_data(self, count: torch.Tensor) -> None:
         self.ledger.all_reduce(count, self.dims.get_group("loss"), axis="loss", purpose="finite losses")
@@ -435,7 +432,13 @@ class Trainer:
         axis = next((axis for axis in axes if group is self.dims.get_group(axis)), "dp_shard")
         self.ledger.all_reduce(square, group, axis=axis, purpose="grad_norm")
 
+    def _share_nonfinite(self) -> None:
+        group = self.dims.get_group("dp_replicate")
+        reduce = partial(self.ledger.all_reduce, group=group, axis=REPLICATE_AXIS, purpose="nonfinite steps")
+        self.finite.share(self._replica, self.dims.dp_replicate, reduce)
+
     def _stop_if_nonfinite(self) -> None:
+        self._share_nonfinite()
         if (failure := self.finite.failure()) is not None:
             self.checkpointer.maybe_wait()
             raise failure
@@ -462,7 +465,7 @@ class Trainer:
                 f"{self.step}: a seed starts a run; give it a job.dump_folder of its own."
             )
 
-    def _save_between_steps(self, position: dict[str, Any]) -> None:
+    def save_between_steps(self, position: dict[str, Any]) -> None:
         """Save the steps done, if saving is on. What was fetched since ``position`` is not trained on:
         the resumed run must begin with it."""
         if not self.config.checkpoint.enable or self.config.checkpoint.load_only:
@@ -471,7 +474,7 @@ class Trainer:
         self._save()
         self.checkpointer.maybe_wait()
 
-    def _interrupt(self, number: int) -> None:
+    def interrupt(self, number: int) -> None:
         name = StopSignal.name(number)
         checkpoint = self.config.checkpoint
         if checkpoint.enable and not checkpoint.load_only:

@@ -29,7 +29,8 @@ class Job:
     """Validate everything, build the model without memory, print sizes and layout, and exit."""
     stop_timeout_seconds: int = 120
     """Time that a SIGTERM or SIGINT leaves to the step under way, saves not counted; a process that has come
-    to no step boundary by then shows where it stands and ends. Steps that take longer need more."""
+    to no step boundary by then shows where it stands and ends. Steps that take longer need more. Replicas
+    that train by themselves (`sync.policy`) stop together within a quarter of it."""
 
 
 @dataclass

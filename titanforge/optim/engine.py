@@ -234,6 +234,11 @@ class RuleOptimizer:
         """Steps applied so far: an int64 scalar on the device."""
         return self._table.count
 
+    def set_step_count(self, count: int) -> None:
+        """Go on from so many applied steps, also between the halves of a step; the host waits."""
+        self._table.move_to(count)
+        self._rng[1] = count
+
     def set_lr(self, factor: float) -> None:
         """Set each group's learning rate to `factor` times its peak, from the next step on."""
         self._lr_factor = factor

@@ -104,6 +104,15 @@ class HyperTable:
             if grad_scale is not None:
                 family.current[0, :, _GRAD_SCALE] = grad_scale.to(torch.float32)
 
+    def move_to(self, count: int) -> None:
+        """Set the count; where a row was selected, the one of the new count takes its place."""
+        first = self._families[0].current[0, 0]
+        apply_flag, grad_scale = first[_APPLY].clone(), first[_GRAD_SCALE].clone()
+        self.count.fill_(count)
+        self._refill()
+        self._steps_left -= 1  # of the step under way, if one is
+        self.select(apply_flag, grad_scale)
+
     def advance(self, apply_flag: Tensor | None) -> None:
         """Device side, after the update: count the step if it was applied."""
         if apply_flag is None:

@@ -185,7 +185,9 @@ class EveryStep(SyncPolicy):
         pieces = buffer.split([local.numel() for local in locals_])
         return [piece.view(local.shape) for piece, local in zip(pieces, locals_)]
 
-    def begin_step(self, num_micro_batches: int, tokens_by_replica: Sequence[int] = ()) -> None:
+    def begin_step(
+        self, num_micro_batches: int, tokens_by_replica: Sequence[int] = (), agreed: bool = True
+    ) -> None:
         self._num_micro_batches = num_micro_batches
         self._in_step = True
         self._armed = False

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from titanforge.sync.averaging import average, local_part, share_copies
 from titanforge.sync.ledger import CommLedger
 from titanforge.sync.policy import (
+    REPLICATE_AXIS,
     WORLD_AXIS,
     LocalUpdate,
     Replicated,
@@ -34,6 +35,10 @@ class LocalSteps(SyncPolicy):
 
     Gradients are means over the replica's own target tokens, and the mean over replicas weighs each by the
     tokens that it trained on since the last sync: a token counts the same wherever it was read.
+
+    Between syncs a replica that leaves a step out (`apply_flag` 0) does so by itself: its weights and states
+    keep their bits, its tokens do not count. No step becomes a sync while that is so: one that was wanted is
+    made up for in the next step, on which replicas agree beforehand.
 
     local: what a rule that waits for the decision does on a step without communication.
     warmup_steps: the first steps of the run, all of which synchronise.
@@ -66,6 +71,10 @@ class LocalSteps(SyncPolicy):
         self._ledger = CommLedger()
         self._replica, self._tokens, self._share = 0, [0], 1.0
         self._step_tokens = [0]
+        self._told = True  # every replica knows the tokens of all of them since the last sync
+        self._trained = torch.zeros((), dtype=torch.int64)  # this replica's, without steps left out
+        self._left_out = self._owed = False
+        self._buffers: list[Tensor] = []
         self._events: list[dict[str, Any]] = []
         self._steps = self._syncs = 0
         self.local_steps = 0
@@ -78,8 +87,9 @@ class LocalSteps(SyncPolicy):
     # ---------------------------------------------------------------- what a policy is
 
     @abstractmethod
-    def wants_sync(self) -> bool:
-        """The decision, after A and before U, once per step; the same answer on every rank."""
+    def wants_sync(self, apply_flag: Tensor | None = None, attention: bool = False) -> bool:
+        """The decision, after A and before U, once per step; the same answer on every rank. Arguments as of
+        `step`."""
 
     def will_sync(self) -> bool:
         """What `wants_sync` will say, where that does not depend on the step; False where it does."""
@@ -118,12 +128,22 @@ class LocalSteps(SyncPolicy):
         self._tensors = list(optimizer.replicated_tensors())
         whole = {item.name for item in self._tensors if not item.splits}
         self._stepping = [param for name, param in model.named_parameters() if name in whole]
+        self._buffers = _moving_buffers(model)
+        self._trained = torch.zeros((), dtype=torch.int64, device=self._tensors[0].tensor.device)
         self.after_average()
 
     def close(self) -> None:
         self._group = None
         self._tensors: list[Replicated] = []
         self._stepping: list[nn.Parameter] = []
+
+    @property
+    def syncs_next(self) -> bool:
+        return self._group is None or self._sync_is_certain(self._steps + 1)
+
+    @property
+    def apart(self) -> bool:
+        return self._group is not None and self.local_steps > 0
 
     @property
     def local_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -134,7 +154,9 @@ class LocalSteps(SyncPolicy):
             return super().gradient_divisor(tokens_by_replica)
         return max(tokens_by_replica[self._replica], 1)
 
-    def begin_step(self, num_micro_batches: int, tokens_by_replica: Sequence[int] = ()) -> None:
+    def begin_step(
+        self, num_micro_batches: int, tokens_by_replica: Sequence[int] = (), agreed: bool = True
+    ) -> None:
         if self._group is None:
             return
         if len(tokens_by_replica) != len(self._tokens):
@@ -143,6 +165,7 @@ class LocalSteps(SyncPolicy):
             )
         self._tokens = [old + new for old, new in zip(self._tokens, tokens_by_replica)]
         self._step_tokens = list(tokens_by_replica)
+        self._told &= agreed
 
     def before_backward(self, micro_batch_index: int) -> None:
         """Nothing: gradients stay where they are."""
@@ -150,15 +173,23 @@ class LocalSteps(SyncPolicy):
     def reduce_gradients(self) -> None:
         """Nothing: gradients stay where they are."""
 
-    def step(self, optimizer: Any, apply_flag: Tensor | None, grad_scale: Tensor | None) -> None:
+    def step(
+        self,
+        optimizer: Any,
+        apply_flag: Tensor | None,
+        grad_scale: Tensor | None,
+        attention: bool = False,
+    ) -> None:
         if self._group is None:
             super().step(optimizer, apply_flag, grad_scale)
             return
         self._steps += 1
-        whole = self.watches_whole_steps() and not self._sync_is_certain()
+        whole = self.watches_whole_steps() and not self._sync_is_certain(self._steps)
         self._optimizer.accumulate_step(apply_flag, grad_scale, whole)
         self._momenta_apart |= self._low_rank and any(item.factored for item in self._tensors)
-        reason = self._reason()
+        own = self._step_tokens[self._replica]
+        self._trained += own if apply_flag is None else own * (apply_flag != 0).to(self._trained)
+        reason = self._reason(apply_flag, attention)
         if reason is None:
             self._optimizer.finish_step(self._local)
             self._apart = {True: True, False: True}
@@ -170,19 +201,24 @@ class LocalSteps(SyncPolicy):
             self._average_gradients()
         self._optimizer.finish_step(mean=self._mean_of_factors if self._low_rank else None)
 
-    def _sync_is_certain(self) -> bool:
-        """Whether this step synchronises, as is known without its gradients."""
-        bound = bool(self._max_interval) and self.local_steps >= self._max_interval
-        return self._steps <= self._warmup_steps or bound or self.will_sync()
+    @property
+    def _at_bound(self) -> bool:
+        return bool(self._max_interval) and self.local_steps >= self._max_interval
 
-    def _reason(self) -> str | None:
-        wanted = self.wants_sync()  # asked always: it keeps the policy's own history
+    def _sync_is_certain(self, step: int) -> bool:
+        """Whether this step synchronises, as is known without its gradients."""
+        return step <= self._warmup_steps or self._at_bound or self._owed or self.will_sync()
+
+    def _reason(self, apply_flag: Tensor | None, attention: bool) -> str | None:
+        # Asked always: it keeps the policy's own history.
+        wanted = self.wants_sync(apply_flag, attention)
         if self._steps <= self._warmup_steps:
             return "warm-up"
-        if wanted:
+        if self._owed or (wanted and (self.will_sync() or not self._left_out)):
             return self.name
-        if self._max_interval and self.local_steps >= self._max_interval:
+        if self._at_bound:
             return "max_interval"
+        self._owed = wanted
         return None
 
     def synchronize(self, reason: str) -> None:
@@ -194,6 +230,8 @@ class LocalSteps(SyncPolicy):
     def _average(self, reason: str, weights: bool, dense: bool) -> None:
         """Average what replicas may disagree on. dense: also the momenta that go by their factors."""
         assert self._group is not None
+        if not self._told:
+            self._tell()
         if any(self._tokens):  # else nothing was trained on since the last sync, whose share holds
             self._share = _share(self._tokens, self._replica)
         states = [
@@ -212,6 +250,8 @@ class LocalSteps(SyncPolicy):
         self._drift = self._mean_of_weights(apart) if weights else float("nan")
         self._momenta_apart &= not dense
         if weights:
+            if any(self._apart.values()):
+                self._mean(self._buffers, "buffers")
             self._optimizer.write_weights()
             self._apart = {True: False, False: False}
         self.after_average()
@@ -221,6 +261,20 @@ class LocalSteps(SyncPolicy):
         )
         self.local_steps = 0
         self._tokens = [0] * len(self._tokens)
+        self._trained.zero_()
+        self._told, self._owed = True, False
+
+    @torch.no_grad()
+    def _tell(self) -> None:
+        """Learn what the others have trained on since the last sync, and count steps alike from here on."""
+        told = self._trained.new_zeros(3, len(self._tokens))
+        told[0, self._replica] = self._trained
+        told[1, self._replica] = self._step_tokens[self._replica]
+        told[2, self._replica] = self._optimizer.step_count
+        self._ledger.all_reduce(told, self._group, axis=REPLICATE_AXIS, purpose="tokens")
+        self._tokens, self._step_tokens, counts = told.tolist()
+        if len(set(counts)) > 1:  # a replica left steps out
+            self._optimizer.set_step_count(max(counts))
 
     @torch.no_grad()
     def _average_gradients(self) -> None:
@@ -282,10 +336,21 @@ class LocalSteps(SyncPolicy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps, self._syncs = state.get("steps", 0), state.get("syncs", 0)
         self.local_steps = 0
+        self._owed = False
         self._apart = {True: False, False: False}
         self._momenta_apart = False
         if self._group is not None:
             self.after_average()
+
+
+def _moving_buffers(model: nn.Module) -> list[Tensor]:
+    """Buffers that training moves (the bias of a router): those in floating point that a checkpoint keeps."""
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set and buffer.is_floating_point()
+    ]
 
 
 def _share(tokens: Sequence[int], replica: int) -> float:
@@ -298,7 +363,7 @@ class StatesEveryStep(LocalSteps):
 
     name = "every_step"
 
-    def wants_sync(self) -> bool:
+    def wants_sync(self, apply_flag: Tensor | None = None, attention: bool = False) -> bool:
         return True
 
     def will_sync(self) -> bool:

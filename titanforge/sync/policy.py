@@ -111,6 +111,15 @@ class SplitOptimizer(StepOptimizer, Protocol):
         """Weights (or their fp32 masters) and states in one order on every rank."""
         ...
 
+    @property
+    def step_count(self) -> Tensor:
+        """Steps applied so far: an int64 scalar on the device."""
+        ...
+
+    def set_step_count(self, count: int) -> None:
+        """Go on from so many applied steps, also between the halves of a step."""
+        ...
+
     def write_weights(self) -> None:
         """The weights behind fp32 masters, after the masters were changed."""
         ...
@@ -128,6 +137,21 @@ class SyncPolicy(ABC):
 
     local_gradients = False
     """Whether gradients, and so their norm, stay each replica's own."""
+
+    alarm = False
+    """Whether the decision of the last step told all ranks that one of them needs attention, or left its
+    update out. Equal on all ranks."""
+
+    @property
+    def syncs_next(self) -> bool:
+        """Whether it is known before the coming step that it synchronises: then all replicas can agree on it
+        beforehand, else each of them takes it by itself until the decision. Equal on all ranks."""
+        return True
+
+    @property
+    def apart(self) -> bool:
+        """Whether the last step was each replica's own. Equal on all ranks."""
+        return False
 
     @abstractmethod
     def attach(
@@ -148,8 +172,14 @@ class SyncPolicy(ABC):
         return max(sum(tokens_by_replica), 1)
 
     @abstractmethod
-    def begin_step(self, num_micro_batches: int, tokens_by_replica: Sequence[int] = ()) -> None:
-        """A step of so many backward passes starts; each replica trains on so many target tokens in it."""
+    def begin_step(
+        self, num_micro_batches: int, tokens_by_replica: Sequence[int] = (), agreed: bool = True
+    ) -> None:
+        """A step of so many backward passes starts; each replica trains on so many target tokens in it.
+
+        agreed: whether replicas have agreed on these numbers, and will on whether the step is applied. Else
+            only the own number counts, and the flag of `step` is each replica's own.
+        """
 
     @abstractmethod
     def before_backward(self, micro_batch_index: int) -> None:
@@ -160,8 +190,18 @@ class SyncPolicy(ABC):
         """Wait until every `.grad` is what this replica's update reads: with `local_gradients` its own, else
         the sum over replicas, the same bits on each of them."""
 
-    def step(self, optimizer: Any, apply_flag: Tensor | None, grad_scale: Tensor | None) -> None:
-        """Update weights and states; arguments as of `RuleOptimizer.step`."""
+    def step(
+        self,
+        optimizer: Any,
+        apply_flag: Tensor | None,
+        grad_scale: Tensor | None,
+        attention: bool = False,
+    ) -> None:
+        """Update weights and states; the first arguments as of `RuleOptimizer.step`.
+
+        attention: this rank has something that all must hear of; `alarm` is what they heard, where the policy
+            has them talk in this step.
+        """
         optimizer.step(apply_flag=apply_flag, grad_scale=grad_scale)
 
     def synchronize(self, reason: str) -> None:  # noqa: B027

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from titanforge.sync.local_steps import LocalSteps
 
 
 class Scheduled(LocalSteps):
-    """interval - 1 local steps, then a sync. A forced sync (a checkpoint) starts the count anew."""
+    """interval - 1 local steps, in which replicas exchange nothing at all, then a sync. A forced sync (a
+    checkpoint) starts the count anew."""
 
     name = "scheduled"
 
@@ -18,8 +21,8 @@ class Scheduled(LocalSteps):
             raise ValueError(f"sync.interval = {interval}: must be at least 1")
         self.interval = interval
 
-    def wants_sync(self) -> bool:
-        return self.local_steps + 1 >= self.interval
+    def wants_sync(self, apply_flag: Tensor | None = None, attention: bool = False) -> bool:
+        return self.will_sync()
 
     def will_sync(self) -> bool:
-        return self.wants_sync()
+        return self.local_steps + 1 >= self.interval

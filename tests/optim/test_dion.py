@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.trainer.recorded import RecordedGraph
 from titanforge.config.sections import Optimizer
 from titanforge.kernels.codecs import as_encoded
 from titanforge.optim import build_optimizer
@@ -130,6 +132,56 @@ def test_the_form_for_gpus_equals_the_plain_one(rows: int, columns: int, parts: 
                 mine = mine.double().view_as(exact)
                 torch.testing.assert_close(mine, exact, rtol=0, atol=error * 4, equal_nan=True)
         assert torch.equal(items[1].auxiliary[0][-1:], held[1][-1:]) or parts > 1
+
+
+@pytest.mark.parametrize(("rows", "columns", "parts"), [(30, 20, 1), (14, 24, 1), (24, 10, 2)])
+def test_the_form_for_gpus_looks_at_no_value(rows: int, columns: int, parts: int) -> None:
+    """Recorded once and run again, it goes on as steps that are taken one by one: a graph may hold it."""
+    rule = build_rule("dion", matrix=MatrixOptions(dion=DionOptions(0.4)))
+    assert isinstance(rule, Dion)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(4, 2, rows, columns, generator=generator).to(torch.bfloat16)
+    shape, h = torch.Size((rows, columns)), torch.zeros(8)
+
+    def batch_of(drawn: Tensor) -> Batch:
+        return Batch(
+            LocalWeight(
+                weight=one.float(),
+                gradient=None,
+                states=(as_encoded(one.clone()),),
+                auxiliary=rule.new_auxiliary(shape, one.device, 0, parts),
+                parts=parts,
+            )
+            for one in drawn
+        )
+
+    def begin(batch: Batch, step: int) -> None:
+        values = rule.hyperparameters({"lr": 0.1 / (1 + step), "weight_decay": DECAY, "momentum": MU}, 1)
+        h.copy_(torch.tensor([*values, 0.0][:8]))
+        h[0] = float(step != 2)
+        for item, gradient in zip(batch, drawn[1:][step % 3]):
+            item.states[0].values.add_(gradient)
+
+    def launch(batch: Batch) -> None:
+        assert low_rank_update(rule, batch, h, rule.scale(rows // parts, columns))
+
+    plain, recorded = batch_of(drawn[0]), batch_of(drawn[0])
+    graph: Any = RecordedGraph(torch.device("cpu"))
+    for step in range(5):
+        begin(plain, step)
+        launch(plain)
+    for step in range(5):
+        begin(recorded, step)
+        if step == 0:
+            launch(recorded)
+        else:
+            if step == 1:
+                graph.capture(lambda: launch(recorded))
+            graph.replay()
+    for mine, theirs in zip(recorded, plain):
+        assert torch.equal(mine.weight, theirs.weight)
+        assert torch.equal(mine.states[0].values, theirs.states[0].values)
+        assert torch.equal(mine.auxiliary[0], theirs.auxiliary[0])
 
 
 def test_dion_of_nothing_is_nothing() -> None:

@@ -13,6 +13,7 @@ from tests.optim.test_dobb_sharded import Run, layouts
 from titanforge.config.sections import Optimizer
 from titanforge.optim import build_optimizer
 from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.orthonormal import orthonormal
 from titanforge.optim.registry import RULES
 
 pytestmark = [
@@ -66,7 +67,7 @@ def test_equals_the_cpu(name: str, state_dtype: str) -> None:
         assert (a - b.cpu()).norm() <= (0.05 if loose else 2e-3) * (a - s).norm()
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "nadam"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "nadam", "dion"])
 def test_a_captured_step_replays(name: str) -> None:
     """The same as eager steps, with the rate, the flag and the bias corrections moving on."""
     eager, captured = Model().cuda(), Model().cuda()
@@ -95,9 +96,33 @@ def test_a_captured_step_replays(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), captured.parameters()))
 
 
-def test_a_step_does_not_wait_for_the_device() -> None:
+@pytest.mark.parametrize("matrices", [1, 3, 20])
+@pytest.mark.parametrize("rank", [8, 100, 600])
+def test_orthonormal_columns_in_a_graph(rank: int, matrices: int) -> None:
+    """cuSOLVER's and cuBLAS's part of Dion: replays see new values, and need nothing that is gone by then."""
+    drawn = [torch.randn(matrices, 700, rank, device="cuda") for _ in range(5)]
+    expected = [orthonormal(x) for x in drawn]
+    held = drawn[0].clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = orthonormal(held)
+    for x, exact in zip(drawn, expected):
+        held.copy_(x)
+        torch.cuda.empty_cache()
+        rubbish = [torch.full((2**18,), torch.nan, device="cuda") for _ in range(64)]
+        pinned = [torch.full((2**10,), -1, dtype=torch.int64).pin_memory() for _ in range(64)]
+        torch.linalg.cholesky_ex(torch.eye(rank, device="cuda").double().expand(matrices, -1, -1))
+        graph.replay()
+        torch.cuda.synchronize()
+        del rubbish, pinned
+        assert torch.equal(found, exact)
+
+
+@pytest.mark.parametrize("name", ["adamw", "dion"])
+def test_a_step_does_not_wait_for_the_device(name: str) -> None:
     model = Model().cuda()
-    optimizer = build(model)
+    optimizer = build(model, name=name)
     flag = torch.ones((), device="cuda")
     set_gradients(model, 0)
     optimizer.step(flag, flag)

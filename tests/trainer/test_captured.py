@@ -58,6 +58,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpoint__mode": "selective", "training__nonfinite_loss": "skip"},
     "forge": {"forge__enable": True, "forge__clip": "lagged"},
     "forge_muon": {"forge__enable": True, "forge__clip": "lagged", "optimizer__name": "Muon"},
+    "dion": {"optimizer__name": "Dion"},
+    "forge_dion": {"forge__enable": True, "forge__clip": "lagged", "optimizer__name": "Dion"},
 }
 
 

@@ -48,6 +48,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "forge compiled selective": {**FORGE, **COMPILED, "activation_checkpoint__mode": "selective"},
     "forge muon": {**FORGE, **COMPILED, "optimizer__name": "Muon", "optimizer__state_dtype": "bfloat16"},
+    "dion": {"optimizer__name": "Dion"},
+    "forge compiled dion": {
+        **FORGE,
+        **COMPILED,
+        "optimizer__name": "Dion",
+        "optimizer__dion__rank_fraction": 0.25,
+        "optimizer__state_dtype": "bfloat16",
+    },
     "forge adafactor": {**FORGE, "optimizer__name": "Adafactor"},
     "forge experts": {**FORGE, **EXPERTS},
     "experts muon": {**EXPERTS, "optimizer__name": "Muon"},
@@ -91,7 +99,11 @@ def test_captured_is_eager(name: str, tmp_path: Path) -> None:
     assert ours["peak_memory_gib"] > ours["memory/weights_gib"] + ours["memory/states_gib"]
 
 
-@pytest.mark.parametrize("more", [FORGE, {}], ids=["forge", "native"])
+@pytest.mark.parametrize(
+    "more",
+    [FORGE, {}, {**FORGE, "optimizer__name": "Dion"}, {"optimizer__name": "Dion"}],
+    ids=["forge", "native", "forge dion", "dion"],
+)
 def test_a_replay_copies_nothing_from_the_host(more: dict[str, Any], tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.jsonl", 200)
     trainer = build(tmp_path / "run", corpus, compile__cuda_graph=True, validation__enable=False, **more)

@@ -135,8 +135,6 @@ def _check_cuda_graph(config: JobConfig, world_size: int, device_type: str) -> N
         reason = (
             'optimizer.name = "dobb" refreshes its bases at some steps, and a captured step never changes'
         )
-    elif rule == "dion":
-        reason = 'optimizer.name = "dion" factorises matrices with routines that may wait for the device'
     elif config.training.enable_cpu_offload:
         reason = "training.enable_cpu_offload = true updates on the host"
     if reason:

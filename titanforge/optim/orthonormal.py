@@ -21,6 +21,9 @@ def orthonormal(x: Tensor) -> Tensor:
     what fp32 tells apart, stands in for what dependent columns lack; with the first pass shifted by 1e-12
     they end as noise that is made orthonormal, as in QR. The noise follows from the shape alone: the same on
     all ranks, in every step and after a resume. What fails (a value is not finite) comes out as NaN.
+
+    On a GPU a second call of a shape is launches alone, so that a CUDA graph can hold it: the noise is there,
+    and `cholesky_ex` (cuSOLVER) and `solve_triangular` (cuBLAS) ask nothing of the device.
     """
     rows, rank = x.shape[-2:]
     wide = x.double()
@@ -37,7 +40,8 @@ def orthonormal(x: Tensor) -> Tensor:
     return torch.where(failed[..., None, None] == 0, wide, torch.nan).to(x.dtype)
 
 
-@functools.lru_cache(maxsize=64)
+# Without a bound: a graph goes on reading what its capture was handed.
+@functools.cache
 def _noise(rows: int, columns: int, device: torch.device) -> Tensor:
     """Columns of about unit norm, float64."""
     generator = torch.Generator().manual_seed(_DRAW_SEED + rows)

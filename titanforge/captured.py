@@ -96,9 +96,11 @@ class CapturedStep(Generic[Result]):
     Every call is one step of the run, none is repeated: the warm-up steps train on batches of their own, and
     a capture runs nothing. So a captured run computes what the same run without capture does, bit for bit.
 
-    launch: device work alone, the same at each call; reads and writes tensors that never move. It must not
-        wait for the device.
+    launch: device work alone, the same at each usual step; reads and writes tensors that never move. It must
+        not wait for the device.
     ready: whether nothing but device work is left in it (fp8 states choose their first scales on the host).
+    usual: whether the step at hand is like the others. One that is not (Dobb refreshes its bases) runs as it
+        is, before the capture and after it: beside the graph's memory, in memory of its own.
     before_capture: frees what `launch` makes anew (gradients), so that the graph finds room.
     around_capture: a context for the capture, which takes seconds.
     """
@@ -110,6 +112,7 @@ class CapturedStep(Generic[Result]):
         *,
         warm_up_steps: int = WARM_UP_STEPS,
         ready: Callable[[], bool] = lambda: True,
+        usual: Callable[[], bool] = lambda: True,
         before_capture: Callable[[], object] = lambda: None,
         around_capture: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
@@ -117,6 +120,7 @@ class CapturedStep(Generic[Result]):
         self.graph = graph
         self._warm_up_steps = warm_up_steps
         self._ready = ready
+        self._usual = usual
         self._before_capture = before_capture
         self._around_capture = around_capture
         self._steps = 0
@@ -124,15 +128,17 @@ class CapturedStep(Generic[Result]):
 
     @property
     def captured(self) -> bool:
-        """Whether steps are replays from now on."""
+        """Whether usual steps are replays from now on."""
         return self._result is not None
 
     def __call__(self) -> Result:
-        """One step. Of a captured one the result is the same tensors each time: read or copy them before the
+        """One step. Of a replayed one the result is the same tensors each time: read or copy them before the
         next.
 
         Raises RuntimeError, naming the key, if the step cannot be captured.
         """
+        if not self._usual():
+            return self.graph.warm_up(self._launch)
         if self._result is None:
             if self._steps < self._warm_up_steps or not self._ready():
                 self._steps += 1

@@ -228,6 +228,7 @@ class Trainer:
             lambda: self._compute(self._static.batches),
             graph,
             ready=lambda: self.optimizer.capturable,
+            usual=lambda: self.optimizer.usual_step,
             before_capture=self.optimizer.zero_grad,
             around_capture=self.metrics.pause,
         )

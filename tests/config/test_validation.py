@@ -610,14 +610,15 @@ def test_keys_that_a_policy_does_not_read_are_named(arguments, key):
         ([], {"device": "cpu"}, "no CUDA device"),
         ([], {"world_size": 2}, "2 were started"),
         (["--optimizer.implementation=fused"], {}, 'optimizer.implementation = "fused"'),
-        (["--optimizer.name=Dobb"], {}, "dobb"),
+        (["--optimizer.name=Dobb", "--optimizer.dobb.period=1"], {}, "dobb.period = 1"),
         (["--training.enable_cpu_offload"], {}, "training.enable_cpu_offload"),
     ],
 )
 def test_what_a_captured_step_does_not_take(arguments, where, reason):
     captured = "--compile.cuda_graph"
     assert validate(captured) == validate(captured, "--job.dry_run", device="cpu") == []
-    assert validate(captured, "--optimizer.name=Dion") == []
+    for name in ("Dion", "Dobb"):
+        assert validate(captured, f"--optimizer.name={name}") == []
     message = refusal_of(captured, *arguments, **where)
     assert message.startswith("compile.cuda_graph = true: ") and reason in message
     assert message.endswith("set compile.cuda_graph = false")

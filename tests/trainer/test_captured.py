@@ -27,7 +27,7 @@ def run(folder: Path, corpus: Path, steps: int = 6, **more: Any) -> Trainer:
         training__steps=steps,
         training__global_batch_size=4,
         training__local_batch_size=2,
-        lr_scheduler__total_steps=6,
+        lr_scheduler__total_steps=10,
         optimizer__lr=1e-2,
         checkpoint__enable=True,
         metrics__log_freq=1,
@@ -61,6 +61,31 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dion": {"optimizer__name": "Dion"},
     "forge_dion": {"forge__enable": True, "forge__clip": "lagged", "optimizer__name": "Dion"},
 }
+
+DOBB: dict[str, dict[str, Any]] = {
+    "side A": {"activation_checkpoint__mode": "full"},
+    "of gradients": {"optimizer__dobb__source": "gradient"},
+    "forge": {"forge__enable": True, "forge__clip": "lagged"},
+}
+
+
+@pytest.mark.parametrize("name", DOBB)
+def test_refreshes_between_replays(name: str, tmp_path: Path) -> None:
+    """Steps that refresh Dobb's bases run as they are; the others are one graph. A run that is
+    resumed (side A) takes its refreshes at the same steps.
+    """
+    more = {**DOBB[name], "optimizer__name": "Dobb", "optimizer__dobb__period": 3}
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    run(tmp_path / "eager", corpus, 8, **more)
+    if name == "side A":
+        run(tmp_path / "captured", corpus, 2, **more)
+    trainer = run(tmp_path / "captured", corpus, 8, compile__cuda_graph=True, **more)
+    assert trainer.captured is not None and trainer.captured.captured
+    if not GPU:  # steps 1, 4 and 7 refresh; of the others three warm up
+        replays = 2 if name != "side A" else 1
+        assert (trainer.captured.graph.captures, trainer.captured.graph.replays) == (1, replays)  # pyright: ignore
+    assert_same_steps(tmp_path / "captured", tmp_path / "eager")
+    assert_same_checkpoint(tmp_path / "captured/checkpoint/step-8", tmp_path / "eager/checkpoint/step-8")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -115,6 +140,19 @@ def test_capture_waits_until_the_step_is_ready() -> None:
     assert graph.captures == 0 and not step.captured
     ready[0] = True
     assert float(step()) == 4.0 and step.captured and (graph.captures, freed) == (1, [1])
+
+
+def test_an_unusual_step_runs_as_it_is() -> None:
+    graph: Any = RecordedGraph(torch.device("cpu"))
+    total, usual = torch.zeros(()), [True]
+    factor = [1.0]
+    step = CapturedStep(lambda: total.add_(factor[0]), graph, warm_up_steps=1, usual=lambda: usual[0])
+    for number, one in enumerate([False, True, True, False, True]):
+        usual[0] = one
+        factor[0] = 1.0 if one else 10.0
+        step()
+        assert step.captured == (number >= 2)
+    assert float(total) == 23.0 and (graph.captures, graph.replays) == (1, 2)
 
 
 def test_batches_of_another_shape_are_refused() -> None:

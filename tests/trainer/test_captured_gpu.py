@@ -30,6 +30,7 @@ SHAPE: dict[str, Any] = {
     "training__max_norm": 0.0,
 }
 FORGE = {"forge__enable": True}
+DOBB = {"optimizer__name": "Dobb", "optimizer__dobb__blocks": 4, "optimizer__dobb__period": 3}
 COMPILED = {"compile__enable": True}
 EIGHT_BITS = {"optimizer__state_dtype": "int8", "optimizer__master_weights": "stochastic_rounding"}
 EXPERTS = {"model__name": "qwen3", "model__flavor": "debugmodel_moe", "model__head_dim": 64}
@@ -56,6 +57,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optimizer__dion__rank_fraction": 0.25,
         "optimizer__state_dtype": "bfloat16",
     },
+    "dobb": DOBB,
+    "forge compiled dobb": {**FORGE, **COMPILED, **DOBB, "optimizer__state_dtype": "bfloat16"},
     "forge adafactor": {**FORGE, "optimizer__name": "Adafactor"},
     "forge experts": {**FORGE, **EXPERTS},
     "experts muon": {**EXPERTS, "optimizer__name": "Muon"},

@@ -131,9 +131,10 @@ def _check_cuda_graph(config: JobConfig, world_size: int, device_type: str) -> N
             f"optimizer.implementation = {show(config.optimizer.implementation)} keeps the learning rate on"
             ' the host (take "native")'
         )
-    elif rule == "dobb":
+    elif rule == "dobb" and config.optimizer.dobb.period == 1:
         reason = (
-            'optimizer.name = "dobb" refreshes its bases at some steps, and a captured step never changes'
+            'optimizer.name = "dobb" with optimizer.dobb.period = 1 refreshes its bases at every step, and '
+            "steps that do run as they are"
         )
     elif config.training.enable_cpu_offload:
         reason = "training.enable_cpu_offload = true updates on the host"

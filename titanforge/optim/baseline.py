@@ -35,6 +35,7 @@ class TorchOptimizer:
 
     splits_steps: ClassVar[bool] = False
     capturable: ClassVar[bool] = False
+    usual_step: ClassVar[bool] = True
 
     def __init__(self, groups: Sequence[ParamGroupSpec], implementation: str) -> None:
         self.groups = list(groups)

@@ -283,6 +283,13 @@ class RuleOptimizer:
         """Whether a step's device side waits for nothing any more: it can be captured in a CUDA graph."""
         return self._fp8.calibrated
 
+    @property
+    def usual_step(self) -> bool:
+        """Whether the step that has begun launches what most steps do; those that refresh Dobb's bases do
+        not.
+        """
+        return self.capture is None or not self.capture.refreshing
+
     def begin_captured_step(self, num_micro_batches: int) -> None:
         """Host side of a step whose device side ends in `apply_step`: before it is captured or replayed."""
         self.begin_step(num_micro_batches)

@@ -17,6 +17,7 @@ from titanforge.forge import Granule, Ranks, plan_report, preview
 from titanforge.forge.head import CHUNK_LOGITS as FUSED_CHUNK_LOGITS
 from titanforge.forge.plan import keeps_logits
 from titanforge.forge.report import PlanLine, unkept_logits
+from titanforge.forge.weight_updates import block_of
 from titanforge.layout import (
     DTYPES,
     axis_lines,
@@ -78,7 +79,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         shards = dims.degree("dp_shard_cp")
         exchanges = exchange_lines(optimizer_groups, shards, in_rows, dims.dp_replicate)
         lines += [f"  {line}" for line in exchanges]
-    gradient_bytes, update_in_backward, logits_kept = DTYPES[training.dtype].itemsize, False, 0
+    gradient_bytes, in_backward, logits_kept = DTYPES[training.dtype].itemsize, set[str](), 0
     if config.forge.enable:
         plan = preview(
             model,
@@ -91,7 +92,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         lines += plan_report(plan, model).splitlines()
         # Per weight of the model: none for those that are consumed where they are made, or as they arrive.
         gradient_bytes = held_for_gradients(plan, config, micro_batches) / total
-        update_in_backward = any(line.plan.deferred and not line.plan.by_hook for line in plan)
+        in_backward = {line.name for line in plan if line.plan.deferred and not line.plan.by_hook}
         if config.forge.keep_logits:
             logits_kept = kept_logits(plan)
             lines += filter(None, [unkept_logits(plan)])
@@ -104,8 +105,8 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
             layers=args.n_layers if stages is None else stages.layers_alive(rank),
             gradient_bytes=gradient_bytes,
             state_bytes_per_param=state_bytes(optimizer_groups, config.optimizer) / total,
-            update=update_bytes(optimizer_groups),
-            update_in_backward=update_in_backward,
+            update=update_bytes(optimizer_groups, lambda name: block_of(name) if name in in_backward else ""),
+            update_in_backward=bool(in_backward),
             logits_kept=logits_kept,
         )
         for rank, part in enumerate(rank_models(model, stages))

@@ -8,9 +8,10 @@ from torch import nn
 
 from titanforge.config.sections import Optimizer
 from titanforge.models.registry import build_model
-from titanforge.optim import build_groups, build_optimizer, exchange_lines
+from titanforge.optim import build_groups, build_optimizer, exchange_lines, update_bytes
 from titanforge.optim.accounting import cross_shard_payload, second_moment_entries, state_entries
 from titanforge.optim.matrix_options import DobbOptions
+from titanforge.optim.orthonormal import _noise as orthonormal_noise
 
 M, N = 96, 32
 
@@ -88,3 +89,18 @@ def test_a_whole_model_is_accounted_for_as_in_the_paper() -> None:
     assert exchange_lines(alone, 1) == [], "one rank has nobody to send second moments to"
     (told["replicas"],) = exchange_lines(alone, 1, replicas=2)
     assert told["replicas"] == f"dobb sends second moments, {moments:,} scalars, every 9 steps"
+
+
+def test_room_of_updates() -> None:
+    """By blocks it is that of one block's matrices of a shape; what Dion keeps is not."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleList([nn.Linear(N, M), nn.Linear(N, M)]) for _ in range(4))
+    by_block = lambda name: name.split(".")[1]  # noqa: E731
+    muon = build_groups(model, Optimizer(name="Muon"))
+    assert update_bytes(muon) == 4 * 8 * (M * N + N * N)
+    assert update_bytes(muon, by_block) == 4 * 2 * (M * N + N * N)
+    options = Optimizer(name="Dion")
+    options.dion.rank_fraction = 0.25
+    dion, kept = build_groups(model, options), orthonormal_noise(M, 8, torch.device("cpu")).nbytes
+    assert update_bytes(dion) - kept == 4 * (update_bytes(dion, by_block) - kept) > 0
+    assert update_bytes(build_groups(model, Optimizer())) == 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -13,6 +14,7 @@ from titanforge.optim.dion import Dion
 from titanforge.optim.dobb.hooks import install_hooks
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.matrix_options import DionOptions, DobbOptions, MatrixOptions, MuonOptions
+from titanforge.optim.orthonormal import noise_bytes
 from titanforge.optim.param_groups import (
     ParamGroupSpec,
     PatternGroup,
@@ -240,27 +242,33 @@ def state_bytes(groups: Sequence[ParamGroupSpec], options: OptimizerOptions) -> 
     return round(total)
 
 
-def update_bytes(groups: Sequence[ParamGroupSpec]) -> int:
+def update_bytes(groups: Sequence[ParamGroupSpec], taken_with: Callable[[str], str] = lambda name: "") -> int:
     """Bytes that U of the rules of matrices takes beside weights and states on a GPU, at its peak; 0 for
     others.
 
+    taken_with: of a weight's name: same-shape weights for which it says the same are updated together.
+        Default: all of a group.
+
     Muon, Scion: two bfloat16 copies of the largest stack that goes together, and two of its Gram matrices.
-    Dion: bf16 planes and an fp32 product of such a stack, and five float64 copies of its factor. Others:
-    about eight fp32 copies of the largest weight.
+    Dion: bf16 planes and an fp32 product of such a stack, five float64 copies of its factor, and the noise
+    that is kept for each shape of factor. Others: about eight fp32 copies of the largest weight.
     """
-    peak = 0
+    peak, noise = 0, {}
     for group in groups:
-        if not group.rule.matrix_only:
+        rule = group.rule
+        if not rule.matrix_only:
             continue
+        alike = Counter((taken_with(name), param.shape) for name, param in zip(group.names, group.params))
         for name, param in zip(group.names, group.params):
             rows, columns = param.shape[-2] // group.parts.get(name, 1), param.shape[-1]
-            alike = sum(other.shape == param.shape for other in group.params) if param.dim() == 2 else 1
-            most = getattr(group.rule, "batch_bytes", BATCH_BYTES)
-            together = param.numel() * max(1, min(alike, most // (4 * param.numel())))
+            count = alike[taken_with(name), param.shape] if param.dim() == 2 else 1
+            most = getattr(rule, "batch_bytes", BATCH_BYTES)
+            together = param.numel() * max(1, min(count, most // (4 * param.numel())))
             gram = together // max(rows, columns) * min(rows, columns)
-            own = 4 * (together + gram) if group.rule.name in ("muon", "scion") else 8 * 4 * param.numel()
-            if isinstance(group.rule, Dion):
-                thin = together // min(rows, columns) * group.rule.rank(rows, columns)
-                own = 8 * together + 5 * 8 * thin
+            own = 4 * (together + gram) if rule.name in ("muon", "scion") else 8 * 4 * param.numel()
+            if isinstance(rule, Dion):
+                rank = rule.rank(rows, columns)
+                own = 8 * together + 5 * 8 * (together // min(rows, columns) * rank)
+                noise[max(rows, columns), rank] = noise_bytes(max(rows, columns), rank)
             peak = max(peak, own)
-    return peak
+    return peak + sum(noise.values())

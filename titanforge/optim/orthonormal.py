@@ -46,3 +46,8 @@ def _noise(rows: int, columns: int, device: torch.device) -> Tensor:
     """Columns of about unit norm, float64."""
     generator = torch.Generator().manual_seed(_DRAW_SEED + rows)
     return (torch.randn(rows, columns, generator=generator, dtype=torch.float64) / math.sqrt(rows)).to(device)
+
+
+def noise_bytes(rows: int, columns: int) -> int:
+    """What is kept from the first `orthonormal` of matrices of this shape on."""
+    return 8 * rows * columns

@@ -102,10 +102,33 @@ def pick(piece, x00, x01, x10, x11):
 
 
 @jit
+def shared_number(numbers, INDEX: gl.constexpr, HYPERS: gl.constexpr):
+    """A hyperparameter from shared memory; of one that the rule does not have, another."""
+    x = numbers.index(INDEX if INDEX < HYPERS else 0).load(gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.max(x, axis=0)
+
+
+@jit
+def shared_numbers(numbers, HYPERS: gl.constexpr):
+    """All of them, as epilogues take them. What a rule does not use, is not loaded.
+
+    From global memory each would wait for the scales that are fetched a slice ahead: a warp's loads come back
+    in the order in which they were sent.
+    """
+    return (
+        shared_number(numbers, 0, HYPERS), shared_number(numbers, 1, HYPERS), shared_number(numbers, 2, HYPERS),
+        shared_number(numbers, 3, HYPERS), shared_number(numbers, 4, HYPERS), shared_number(numbers, 5, HYPERS),
+        shared_number(numbers, 6, HYPERS), shared_number(numbers, 7, HYPERS), shared_number(numbers, 8, HYPERS),
+        shared_number(numbers, 9, HYPERS), shared_number(numbers, 10, HYPERS),
+        shared_number(numbers, 11, HYPERS),
+    )  # fmt: skip
+
+
+@jit
 def update_slice(
     g, number, write, rescale, s0_scale, s1_scale, s0_next, s1_next, s0_largest, s1_largest, s0_offsets,
-    s1_offsets, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id, first_row, first_column,
-    unknown_zero, turns, op, piece, WID: gl.constexpr, EPILOGUE: gl.constexpr,
+    s1_offsets, ring, s0_meta_ptr, s1_meta_ptr, numbers, rng_ptr, tensor_id, first_row, first_column,
+    unknown_zero, turns, op, piece, WID: gl.constexpr, EPILOGUE: gl.constexpr, HYPERS: gl.constexpr,
     SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
     RING: gl.constexpr, BY_SLICE: gl.constexpr,
@@ -141,7 +164,7 @@ def update_slice(
             s1 = load_slice(s1_buf.index(slot), s1_scale, S1_CODEC, layout)
         else:
             s1 = g
-        w, s0, s1 = EPILOGUE(g, w, s0, s1, h_ptr)
+        w, s0, s1 = EPILOGUE(g, w, s0, s1, shared_numbers(numbers, HYPERS))
         w_lane = 0
         s0_lane = 0
         s1_lane = 0
@@ -173,9 +196,10 @@ def update_slice(
 
 @jit
 def consume(
-    WID: gl.constexpr, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr,
+    WID: gl.constexpr, operands, ring, numbers, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr,
     rng_ptr, tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride, group,
-    EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
+    EPILOGUE: gl.constexpr, HYPERS: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr,
+    MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
     NORM: gl.constexpr, COUNT: gl.constexpr, GROUPED: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr,
@@ -260,8 +284,8 @@ def consume(
             s0_largest, s1_largest = update_slice(
                 g00 if MOVE_UP else pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale, s0_scale,
                 s1_scale, s0_next, s1_next, s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr,
-                s1_meta_ptr, h_ptr, rng_ptr, tensor_id, first_row + piece // 2 * 64,
-                j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op, piece, WID, EPILOGUE, SLOTS,
+                s1_meta_ptr, numbers, rng_ptr, tensor_id, first_row + piece // 2 * 64,
+                j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op, piece, WID, EPILOGUE, HYPERS, SLOTS,
                 WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
             )  # fmt: skip
             offsets = after
@@ -296,7 +320,8 @@ def consume(
 def pingpong_kernel(
     dy_desc, x_desc, w_desc, master_desc, s0_desc, s1_desc, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
     tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, E, N, K, T, group,
-    EPILOGUE: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
+    EPILOGUE: gl.constexpr, HYPERS: gl.constexpr, SLOTS: gl.constexpr, WEIGHT: gl.constexpr,
+    MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr, SLOT_BYTES: gl.constexpr,
     NORM: gl.constexpr, COUNT: gl.constexpr, GROUPED: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr,
@@ -331,6 +356,10 @@ def pingpong_kernel(
     slot_free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     multiply_turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     update_turns = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
+    numbers = gl.allocate_shared_memory(gl.float32, [HYPERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for index in gl.static_range(HYPERS):
+        one = gl.full([1], gl.load(h_ptr + index), gl.float32, gl.BlockedLayout([1], [32], [4], [0]))
+        numbers.index(index).store(one)
     for index in gl.static_range(2):
         mbarrier.init(multiply_turns.index(index), count=1)
     for index in gl.static_range(8):
@@ -352,13 +381,13 @@ def pingpong_kernel(
     ring = (w_buf, master_buf, s0_buf, s1_buf, slot_filled, slot_updated, slot_free)
     parts = (w_desc, master_desc, s0_desc, s1_desc)
     gl.warp_specialize([
-        (consume, (0, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
+        (consume, (0, operands, ring, numbers, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
                    tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride,
-                   group, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, GROUPED,
+                   group, EPILOGUE, HYPERS, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, GROUPED,
                    BLOCK_N, BLOCK_K, BLOCK_T, STAGES, RING, BY_SLICE)),
-        (consume, (1, operands, ring, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
+        (consume, (1, operands, ring, numbers, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
                    tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride,
-                   group, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, GROUPED,
+                   group, EPILOGUE, HYPERS, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, GROUPED,
                    BLOCK_N, BLOCK_K, BLOCK_T, STAGES, RING, BY_SLICE)),
         (load_operands, (dy_desc, x_desc, operands, offsets_ptr, T, tiles, tiles_n, tiles_k, group, GROUPED,
                          BLOCK_N, BLOCK_K, BLOCK_T, STAGES)),

@@ -116,11 +116,12 @@ def shared_numbers(numbers, HYPERS: gl.constexpr):
     in the order in which they were sent.
     """
     return (
-        shared_number(numbers, 0, HYPERS), shared_number(numbers, 1, HYPERS), shared_number(numbers, 2, HYPERS),
-        shared_number(numbers, 3, HYPERS), shared_number(numbers, 4, HYPERS), shared_number(numbers, 5, HYPERS),
-        shared_number(numbers, 6, HYPERS), shared_number(numbers, 7, HYPERS), shared_number(numbers, 8, HYPERS),
-        shared_number(numbers, 9, HYPERS), shared_number(numbers, 10, HYPERS),
-        shared_number(numbers, 11, HYPERS),
+        shared_number(numbers, 0, HYPERS), shared_number(numbers, 1, HYPERS),
+        shared_number(numbers, 2, HYPERS), shared_number(numbers, 3, HYPERS),
+        shared_number(numbers, 4, HYPERS), shared_number(numbers, 5, HYPERS),
+        shared_number(numbers, 6, HYPERS), shared_number(numbers, 7, HYPERS),
+        shared_number(numbers, 8, HYPERS), shared_number(numbers, 9, HYPERS),
+        shared_number(numbers, 10, HYPERS), shared_number(numbers, 11, HYPERS),
     )  # fmt: skip
 
 
@@ -285,8 +286,8 @@ def consume(
                 g00 if MOVE_UP else pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale, s0_scale,
                 s1_scale, s0_next, s1_next, s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr,
                 s1_meta_ptr, numbers, rng_ptr, tensor_id, first_row + piece // 2 * 64,
-                j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op, piece, WID, EPILOGUE, HYPERS, SLOTS,
-                WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
+                j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op, piece, WID, EPILOGUE, HYPERS,
+                SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
             )  # fmt: skip
             offsets = after
             s0_scale = next_s0_scale
@@ -381,14 +382,14 @@ def pingpong_kernel(
     ring = (w_buf, master_buf, s0_buf, s1_buf, slot_filled, slot_updated, slot_free)
     parts = (w_desc, master_desc, s0_desc, s1_desc)
     gl.warp_specialize([
-        (consume, (0, operands, ring, numbers, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
-                   tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride,
-                   group, EPILOGUE, HYPERS, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, GROUPED,
-                   BLOCK_N, BLOCK_K, BLOCK_T, STAGES, RING, BY_SLICE)),
-        (consume, (1, operands, ring, numbers, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr, rng_ptr,
-                   tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride,
-                   group, EPILOGUE, HYPERS, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT, GROUPED,
-                   BLOCK_N, BLOCK_K, BLOCK_T, STAGES, RING, BY_SLICE)),
+        (consume, (0, operands, ring, numbers, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr,
+                   h_ptr, rng_ptr, tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride,
+                   group, EPILOGUE, HYPERS, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT,
+                   GROUPED, BLOCK_N, BLOCK_K, BLOCK_T, STAGES, RING, BY_SLICE)),
+        (consume, (1, operands, ring, numbers, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr,
+                   h_ptr, rng_ptr, tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride,
+                   group, EPILOGUE, HYPERS, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT,
+                   GROUPED, BLOCK_N, BLOCK_K, BLOCK_T, STAGES, RING, BY_SLICE)),
         (load_operands, (dy_desc, x_desc, operands, offsets_ptr, T, tiles, tiles_n, tiles_k, group, GROUPED,
                          BLOCK_N, BLOCK_K, BLOCK_T, STAGES)),
         (load_slots, (parts, ring, tiles, tiles_n, tiles_k, group, SLOT_BYTES, GROUPED, WEIGHT, MASTER, SLOTS,

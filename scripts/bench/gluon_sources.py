@@ -96,8 +96,8 @@ def gluon_source(
         slot_bytes = 64 * 64 * part_bytes
         stages, ring = pingpong_memory(config.stages, slot_bytes, stage_bytes)
         constants |= {
-            "HYPERS": epilogue.hyper_length, "GROUPED": grouped, "SLOT_BYTES": slot_bytes, "STAGES": stages, "RING": ring,
-            "BY_SLICE": config.overlap and ring >= 4, **PINGPONG_REGISTERS,
+            "HYPERS": epilogue.hyper_length, "GROUPED": grouped, "SLOT_BYTES": slot_bytes,
+            "STAGES": stages, "RING": ring, "BY_SLICE": config.overlap and ring >= 4, **PINGPONG_REGISTERS,
         }  # fmt: skip
         return types, constants, {"num_warps": 4, "maxnreg": constants.pop("maxnreg")}
     types |= {

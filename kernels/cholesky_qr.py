@@ -50,8 +50,10 @@ def config_for(width: int) -> CholeskyConfig:
     """The tiles for blocks of a width."""
     if INTERPRET:
         return CholeskyConfig(64, 32, 32)
+    if width > 512:
+        return CholeskyConfig(factor_warps=4, lean=True)
     if width > 64:
-        return CholeskyConfig()
+        return CholeskyConfig(invert_warps=2, lean=True)  # mostly diagonal tiles: a launch that only inverts
     return CholeskyConfig(64, 32, 64, product_warps=4, factor_warps=4, solve_warps=4)
 
 

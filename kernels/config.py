@@ -161,8 +161,9 @@ def choose_config(
             return tuned[key]
     form = form or form_for(tokens, device)
     if form == PINGPONG:
-        # int8's codes take longer than moving the bytes: there both warpgroups may update at a time.
-        return replace(_PINGPONG, group=8 if k > _WIDE_ROWS else 1, overlap="int8" in codecs)
+        # Codes of int8 rounded at random take longer than moving the bytes: there both warpgroups may update
+        # at a time.
+        return replace(_PINGPONG, group=8 if k > _WIDE_ROWS else 1, overlap="int8_sr" in codecs)
     if form == COOPERATIVE:
         return _COOPERATIVE
     if dtype == torch.float32:

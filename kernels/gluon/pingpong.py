@@ -36,7 +36,7 @@ from titanforge.kernels.gluon.slices import (
     next_scale_of,
     scale_at,
 )
-from titanforge.kernels.tiles import KIND, RANDOM, TENSORWISE, count_nonfinite
+from titanforge.kernels.tiles import BLOCKWISE, KIND, RANDOM, TENSORWISE, count_nonfinite
 
 
 @jit
@@ -112,8 +112,7 @@ def shared_number(numbers, INDEX: gl.constexpr, HYPERS: gl.constexpr):
 def shared_numbers(numbers, HYPERS: gl.constexpr):
     """All of them, as epilogues take them. What a rule does not use, is not loaded.
 
-    From global memory each would wait for the scales that are fetched a slice ahead: a warp's loads come back
-    in the order in which they were sent.
+    From global memory each would wait for the scales that are fetched a slice ahead, which a warp gets first.
     """
     return (
         shared_number(numbers, 0, HYPERS), shared_number(numbers, 1, HYPERS),
@@ -128,7 +127,7 @@ def shared_numbers(numbers, HYPERS: gl.constexpr):
 @jit
 def update_slice(
     g, number, write, rescale, s0_scale, s1_scale, s0_next, s1_next, s0_largest, s1_largest, s0_offsets,
-    s1_offsets, ring, s0_meta_ptr, s1_meta_ptr, numbers, rng_ptr, tensor_id, first_row, first_column,
+    s1_offsets, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, numbers, rng_ptr, tensor_id, first_row, first_column,
     unknown_zero, turns, op, piece, WID: gl.constexpr, EPILOGUE: gl.constexpr, HYPERS: gl.constexpr,
     SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
@@ -165,7 +164,11 @@ def update_slice(
             s1 = load_slice(s1_buf.index(slot), s1_scale, S1_CODEC, layout)
         else:
             s1 = g
-        w, s0, s1 = EPILOGUE(g, w, s0, s1, shared_numbers(numbers, HYPERS))
+        # Codes rounded at random want all registers: there numbers in registers are spilled.
+        if (W_CODEC | S0_CODEC | S1_CODEC) & RANDOM and (S0_CODEC & KIND) == BLOCKWISE:
+            w, s0, s1 = EPILOGUE(g, w, s0, s1, h_ptr)
+        else:
+            w, s0, s1 = EPILOGUE(g, w, s0, s1, shared_numbers(numbers, HYPERS))
         w_lane = 0
         s0_lane = 0
         s1_lane = 0
@@ -285,7 +288,7 @@ def consume(
             s0_largest, s1_largest = update_slice(
                 g00 if MOVE_UP else pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale, s0_scale,
                 s1_scale, s0_next, s1_next, s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr,
-                s1_meta_ptr, numbers, rng_ptr, tensor_id, first_row + piece // 2 * 64,
+                s1_meta_ptr, h_ptr, numbers, rng_ptr, tensor_id, first_row + piece // 2 * 64,
                 j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op, piece, WID, EPILOGUE, HYPERS,
                 SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
             )  # fmt: skip
@@ -383,13 +386,13 @@ def pingpong_kernel(
     parts = (w_desc, master_desc, s0_desc, s1_desc)
     gl.warp_specialize([
         (consume, (0, operands, ring, numbers, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr,
-                   h_ptr, rng_ptr, tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride,
-                   group, EPILOGUE, HYPERS, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT,
-                   GROUPED, BLOCK_N, BLOCK_K, BLOCK_T, STAGES, RING, BY_SLICE)),
+                   h_ptr, rng_ptr, tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n,
+                   tiles_k, scale_stride, group, EPILOGUE, HYPERS, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC,
+                   S1_CODEC, NORM, COUNT, GROUPED, BLOCK_N, BLOCK_K, BLOCK_T, STAGES, RING, BY_SLICE)),
         (consume, (1, operands, ring, numbers, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr,
-                   h_ptr, rng_ptr, tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride,
-                   group, EPILOGUE, HYPERS, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, NORM, COUNT,
-                   GROUPED, BLOCK_N, BLOCK_K, BLOCK_T, STAGES, RING, BY_SLICE)),
+                   h_ptr, rng_ptr, tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n,
+                   tiles_k, scale_stride, group, EPILOGUE, HYPERS, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC,
+                   S1_CODEC, NORM, COUNT, GROUPED, BLOCK_N, BLOCK_K, BLOCK_T, STAGES, RING, BY_SLICE)),
         (load_operands, (dy_desc, x_desc, operands, offsets_ptr, T, tiles, tiles_n, tiles_k, group, GROUPED,
                          BLOCK_N, BLOCK_K, BLOCK_T, STAGES)),
         (load_slots, (parts, ring, tiles, tiles_n, tiles_k, group, SLOT_BYTES, GROUPED, WEIGHT, MASTER, SLOTS,

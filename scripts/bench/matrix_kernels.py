@@ -279,22 +279,20 @@ def refresh(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
             best = one
             base = config_for(width)
             narrow = replace(base, rows=64, solve_warps=4)
-            others = [replace(base, lean=True), replace(base, invert_warps=2)]
-            others += [replace(base, lean=True, invert_warps=2), replace(narrow, lean=True, invert_warps=2)]
+            others = [replace(base, lean=False), replace(narrow, block_k=64)]
+            others += [replace(base, invert_warps=0 if base.invert_warps else 2)]
             if 64 < width <= 512:  # less padding, and narrower products
                 others.append(replace(config_for(64), lean=True, invert_warps=2))
             if args.refresh_variants:
                 others += [
                     narrow,
-                    replace(base, lean=True, gram_warps=8),
-                    replace(base, lean=True, factor_warps=4),
-                    replace(base, lean=True, invert_warps=1),
-                    replace(base, lean=True, invert_warps=4),
-                    replace(narrow, lean=True, invert_warps=2, factor_warps=4),
-                    replace(narrow, lean=True, invert_warps=2, block_k=64),
-                    replace(base, lean=True, invert_warps=2, block_k=64, stages=4),
+                    replace(base, block_k=64),
+                    replace(base, gram_warps=8),
+                    replace(base, factor_warps=12 - base.factor_warps),
+                    replace(narrow, block_k=64, factor_warps=12 - base.factor_warps),
+                    replace(base, invert_warps=4),
                 ]
-                for form in (base, others[2]):
+                for form in (base, others[0]):
                     split_of_kernels(
                         lambda c=c, u=u, o=form: cholesky_qr_refresh(c, u, OMEGA, o),
                         f"{count} x {width}, {form}",

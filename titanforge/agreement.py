@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanforge.checkpoint import CheckpointError
@@ -35,10 +36,10 @@ class GlobalBatch(NamedTuple):
 class Agreement:
     """Fetches each step's data and has ranks agree on it, so that they all go on, stop or fail together.
 
-    All ranks agree before a step that is known to synchronise replicas, one that is logged, and one after an
-    evaluation, a save or an alarm. In between each replica goes on by itself: its ranks talk to one another,
-    not to other replicas. A signal, or the end of a rank's data, waits for the next agreement, and a replica
-    without data keeps step until then. All ranks also agree early enough that none waits for longer than a
+    All ranks agree before a step that is known to synchronise replicas, and after an evaluation, a save or an
+    alarm. In between each replica goes on by itself: its ranks talk to one another, not to other replicas. A
+    signal, or the end of a rank's data, waits for the next agreement, and a replica without data keeps step
+    until then. All ranks also agree early enough that none waits for longer than a
     quarter of `job.stop_timeout_seconds` (and of `comm.train_timeout_seconds`) as fast as steps went so far.
     """
 
@@ -56,6 +57,8 @@ class Agreement:
         # Since all ranks agreed:
         self._alone = False  # whether replicas have taken steps
         self._tokens = 0  # of this rank in them
+        self._replica_tokens = 0  # of this replica in them
+        self._replica_sources = [0] * len(trainer.loader.source_tokens())
         self._positions: dict[int, dict[str, Any]] = {}  # in the data before each
         self._failure: Exception | None = None
         self._failed_at = 0  # the first step that this replica has no data for
@@ -87,12 +90,7 @@ class Agreement:
             PeerFailure: a rank has no data, likewise; on that rank, its own error.
         """
         trainer, step = self.trainer, self.trainer.step + 1
-        all_ranks = (
-            not self._by_themselves
-            or trainer.sync.syncs_next
-            or trainer.metrics.due(step)
-            or step >= self._next
-        )
+        all_ranks = not self._by_themselves or trainer.sync.syncs_next or step >= self._next
         batches: list[Batch] = []
         position: dict[str, Any] = {}
         if not self._idle:
@@ -121,18 +119,36 @@ class Agreement:
     def _of_replica(self, batches: list[Batch], own: int) -> GlobalBatch:
         """What the ranks of this replica have, as they alone agree on it."""
         self._alone = True
-        total = own
-        if not self._idle and self._group is not None:
-            (total,), (self._failed_at,) = self.trainer.runtime.agree(
-                [own], [self._failed_at], self._group, axis="replica"
-            )
-        self._idle = self._failed_at > 0
+        if not self._idle:
+            sums, maxima = [own, *self.trainer.loader.source_tokens().values()], [self._failed_at]
+            if self._group is not None:
+                sums, maxima = self.trainer.runtime.agree(sums, maxima, self._group, axis="replica")
+            total, *self._replica_sources = (count // self.trainer.dims.sharers for count in sums)
+            self._failed_at = maxima[0]
+            self._idle = self._failed_at > 0
         tokens = [0] * self._replicas
         if self._idle:
             return GlobalBatch([], tokens, False)
         self._tokens += own
-        tokens[self._replica] = total // self.trainer.dims.sharers
+        self._replica_tokens += total
+        tokens[self._replica] = total
         return GlobalBatch(batches, tokens, False)
+
+    def told(self, batch: GlobalBatch) -> list[int]:
+        """What this replica has to tell where a step that it takes by itself is logged, to be summed over
+        replicas: tokens of the step, tokens of all steps that not all ranks know of, tokens of each source.
+        """
+        own = batch.tokens[self._replica]
+        if batch.known:
+            return [own, own, *(0 for _ in self._replica_sources)]
+        return [own, self._replica_tokens, *self._replica_sources]
+
+    def heard(self, batch: GlobalBatch, totals: Sequence[int]) -> int:
+        """Take over the sums; returns the tokens of the run up to this step."""
+        _, tokens, *sources = totals
+        if not batch.known:
+            self.trainer.source_tokens = dict(zip(self.trainer.source_tokens, sources))
+        return self.trainer.tokens_seen + tokens
 
     def _agree(self, own: int) -> tuple[list[int], int]:
         """All ranks together: each replica's tokens of the coming step, and a signal's number or 0."""
@@ -153,7 +169,7 @@ class Agreement:
         if self._by_themselves:
             failed_at, milliseconds = -more[0], more[1]
             trainer.tokens_seen += totals[-1]
-            self._alone, self._tokens = False, 0
+            self._alone, self._tokens, self._replica_tokens = False, 0, 0
             self._last = (trainer.step, time.monotonic())
             # Nothing is known of the first step, or it took long and says little: then of the next one.
             steps = int(1e3 * self._bound / milliseconds) if milliseconds else 1

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from titanforge.agreement import Agreement
+from titanforge.agreement import Agreement, GlobalBatch
 from titanforge.assembly import (
     batch_of_step,
     build_loader,
@@ -158,7 +158,9 @@ class Trainer:
             Profiler(config.profiling, self.dump_folder, self.runtime.rank, self.step, self.device.type)
         )
         self.agreement = Agreement(self)
-        self._alone = False  # the step under way is each replica's own, until the policy's decision
+        # The step under way is each replica's own until the policy's decision; its batch then, and the tokens
+        # of the run if it is logged.
+        self._alone, self._own, self._tokens_shown = False, GlobalBatch([], [], False), 0
         self.captured = self._build_captured() if config.compile.cuda_graph else None
         if self.is_main:
             announce(self)
@@ -258,6 +260,7 @@ class Trainer:
                 self.validator.run()
             if self.checkpointer.due(self.step, first_step, last):
                 self._save(last)
+        self.agreement.settle()
         self.checkpointer.maybe_wait()
         self.metrics.close()  # before the summary, whose lines are to be the last
         if self.is_main:
@@ -267,9 +270,12 @@ class Trainer:
         """One optimizer step on one global batch."""
         config = self.config
         self.metrics.begin_step()
-        batches, tokens_by_replica, known = self.agreement.next_batch()
+        batch = self.agreement.next_batch()
+        batches, tokens_by_replica, known = batch
         valid_tokens = max(sum(tokens_by_replica), 1)
         self._alone = not self.sync.syncs_next
+        if self._alone:
+            self._own = batch
         schedule = config.lr_scheduler
         factor = lr_factor(
             self.step,
@@ -281,7 +287,7 @@ class Trainer:
         )
         self.optimizer.set_lr(factor)
         self._divisor.fill_(self.sync.gradient_divisor(tokens_by_replica))
-        self._valid_tokens.fill_(valid_tokens)
+        self._valid_tokens.fill_(max(tokens_by_replica[self._replica], 1) if self._alone else valid_tokens)
         self._step_number.fill_(self.step + 1)
         self.sync.begin_step(self.micro_batches, tokens_by_replica, agreed=not self._alone)
         if self.captured is None:
@@ -292,6 +298,8 @@ class Trainer:
             self._static.fill(batches)
             loss, grad_norm = self.captured()
         self.step += 1
+        shown = self._alone and self.metrics.due(self.step)
+        tokens_shown = self._tokens_shown if shown else self.tokens_seen + valid_tokens
         self.tokens_seen += valid_tokens if known else 0
         if self.sync.alarm:
             self.agreement.soon()
@@ -301,7 +309,7 @@ class Trainer:
             loss=loss,
             grad_norm=grad_norm,
             lr=factor * config.optimizer.lr,
-            tokens_seen=self.tokens_seen,
+            tokens_seen=tokens_shown,
             ledger=self.ledger,
             **{f"source_tokens/{name}": count for name, count in self.source_tokens.items()},
             **(self.model.metrics() | self.sync.metrics() if self.metrics.due(self.step) else {}),
@@ -403,9 +411,11 @@ class Trainer:
         look at them."""
         if not self._alone or not self.metrics.due(self.step + 1):
             return lambda: (loss, grad_norm)
-        square = torch.zeros_like(loss) if grad_norm is None else grad_norm.square()
+        batch, square = self._own, torch.zeros_like(loss) if grad_norm is None else grad_norm.square()
+        losses = loss * max(batch.tokens[self._replica], 1)
+        counts = torch.tensor(self.agreement.told(batch), dtype=torch.float64)
         nonfinite = self.finite.told(self._replica, self.dims.dp_replicate)
-        told = torch.cat([torch.stack([loss, square]).double(), nonfinite.double()])
+        told = torch.cat([torch.stack([losses, square]).double(), nonfinite.double(), counts.to(self.device)])
         group = self.dims.get_group("dp_replicate")
         work = self.ledger.all_reduce(told, group, axis=REPLICATE_AXIS, purpose="loss", async_op=True)
 
@@ -413,8 +423,11 @@ class Trainer:
             if work is not None:
                 with named_failure("the all-reduce of loss over dp_replicate"):
                     work.wait()
-            self.finite.heard(told[2:].long())
-            return told[0].float(), None if grad_norm is None else told[1].sqrt().float()
+            self.finite.heard(told[2 : -counts.numel()].long())
+            tokens, *totals = (int(count) for count in told[-counts.numel() :].tolist())
+            self._tokens_shown = self.agreement.heard(batch, [tokens, *totals])
+            mean = told[0] / max(tokens, 1)
+            return mean.float(), None if grad_norm is None else told[1].sqrt().float()
 
         return end
 

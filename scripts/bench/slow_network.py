@@ -2,15 +2,15 @@
 
     python scripts/bench/slow_network.py -o outputs/slow_network
 
-Each replica is a process in a network namespace of its own; veth pairs join them at a bridge, and `tc tbf`
-limits the rate of every link in both directions. What is emulated is the rate. A round trip cannot be added
-where the kernel has no `netem`: it is computed then, one for each collective in the ledger and for the
-host-side reductions of every step, and stands in a figure of its own, named as added.
+Each replica is a process in a network namespace of its own. Without a round trip, veth pairs join them at a
+bridge, and `tc tbf` limits the rate of every link in both directions. With one, a process passes their
+packets on at the rate and half a round trip later (`delayed_links.py`), as kernels need not have `netem`.
+Both are measured, none is added to a figure. A line is logged every 10 steps, the default, and counts too.
 
 `WAN` is the last row of CurvaDion's Table 3 (1 Gb/s and 50 ms between data centres) in its proportions: there
 a dense sync takes 12 s, a step's computation 3.414 s. The rate is chosen so that the gradients of this
-model take as many times the local step that was measured here, and the round trip is scaled alike. `1 Gb/s`
-as it is says less, as a CPU computes more slowly for each byte than the GPUs of the paper.
+model take as many times the local step that was measured here, and the round trip is as much shorter.
+`1 Gb/s` as it is says less, as a CPU computes more slowly for each byte than the GPUs of the paper.
 Writes results.jsonl, one line for each network and policy, and results.md.
 """
 
@@ -25,6 +25,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from scripts.bench.delayed_links import delayed_namespaces  # noqa: E402
+
+STEPS = "step_times.jsonl"
 GIGABIT = 1e9
 NETWORKS = {
     # Bits a second, seconds of a round trip; None: found from the local step on the first network.
@@ -44,7 +48,8 @@ NETWORKS = {
 # and its projections at a sync rate of 1%.
 PAPER_STEP, PAPER_SYNC, PAPER_ROUND_TRIP = 3.414, 12.0, 0.05
 PAPER_SPEEDUP = {"10 Gb/s": 1.202, "WAN": 4.361}
-HOST_REDUCTIONS = 1  # of token counts, failures and signals: two in flight at once count as one round trip
+BETWEEN_REPLICAS = ("world", "dp_replicate", "loss")
+LOG_FREQ = 10
 PREFIX, BRIDGE = "tfnet", "tfbridge"
 
 
@@ -64,9 +69,13 @@ def _command(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def namespaces(count: int, rate: float) -> Iterator[list[str]]:
-    """One network namespace a replica, 10.77.0.<1 + replica>, joined at a bridge; removed at the end."""
+def namespaces(count: int, rate: float, round_trip: float) -> Iterator[list[str]]:
+    """One network namespace a replica, 10.77.0.<1 + replica>, all joined; removed at the end."""
     names = [f"{PREFIX}{os.getpid()}r{index}" for index in range(count)]
+    if round_trip:
+        with delayed_namespaces(names, rate, round_trip):
+            yield names
+        return
     made: list[str] = []
     try:
         _command("ip", "link", "add", BRIDGE, "type", "bridge")
@@ -108,6 +117,7 @@ def arguments(folder: Path, options: argparse.Namespace, sync: dict[str, Any]) -
         "training.steps": options.every_steps if sync["policy"] == "every_step" else options.steps,
         "training.seq_len": options.seq_len,
         "training.local_batch_size": 1,
+        "metrics.log_freq": LOG_FREQ,
         "parallelism.data_parallel_replicate_degree": options.replicas,
         "parallelism.data_parallel_shard_degree": 1,
         **{f"sync.{key}": value for key, value in sync.items()},
@@ -119,9 +129,25 @@ def worker(runs: list[list[str]]) -> None:
     import torch
     import torch.distributed as dist
 
+    from titanforge.trainer import Trainer
     from train import main as train
 
     torch.set_num_threads(1)
+    train_step = Trainer.train_step
+
+    def timed(self: Trainer) -> None:
+        entries = self.ledger.entries
+        sent = sum(entry.count for (axis, _), entry in entries().items() if axis in BETWEEN_REPLICAS)
+        begin = time.perf_counter()
+        train_step(self)
+        seconds = time.perf_counter() - begin
+        sent = sum(e.count for (axis, _), e in entries().items() if axis in BETWEEN_REPLICAS) - sent
+        if self.is_main:
+            with open(self.dump_folder / STEPS, "a", encoding="utf-8") as file:
+                line = {"step": self.step, "seconds": seconds, "collectives": sent}
+                file.write(json.dumps(line) + "\n")
+
+    Trainer.train_step = timed
     dist.init_process_group("gloo")
     for run in runs:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -140,7 +166,7 @@ def measure(
     for folder in folders.values():
         shutil.rmtree(folder, ignore_errors=True)
     runs = [arguments(folders[name], options, sync) for name, sync in chosen.items()]
-    with namespaces(options.replicas, rate) as names:
+    with namespaces(options.replicas, rate, round_trip) as names:
         processes = [
             subprocess.Popen(
                 ["ip", "netns", "exec", name, sys.executable, __file__, "--worker", json.dumps(runs)],
@@ -165,52 +191,45 @@ def measure(
     if any(codes):
         raise SystemExit(f"{network}: a worker ended with {codes}")
     found = [result(network, name, folders[name], options) for name in chosen]
-    return [with_round_trips(line | {"bits_per_second": rate}, round_trip) for line in found]
+    return [line | {"bits_per_second": rate, "round_trip_seconds": round_trip} for line in found]
 
 
 def result(network: str, name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    logged = [line for line in lines if "loss" in line]
     synced = {line["step"] for line in lines if "sync" in line}
+    shown = {line["step"] for line in logged}
+    steps = [json.loads(line) for line in (folder / STEPS).read_text().splitlines()]
     after = [line for line in steps if line["step"] > options.warmup]
-    kinds = {
-        "local": [line["step_seconds"] for line in after if line["step"] not in synced],
-        "sync": [line["step_seconds"] for line in after if line["step"] in synced],
+    kinds: dict[str, list[dict[str, Any]]] = {"local": [], "logged": [], "sync": []}
+    for line in after:
+        sync = name == "every_step" or line["step"] in synced
+        kinds["sync" if sync else "logged" if line["step"] in shown else "local"].append(line)
+    # At the shares of the run; medians, as a machine that others use has outliers.
+    medians = {
+        kind: statistics.median(line["seconds"] for line in members) if members else None
+        for kind, members in kinds.items()
     }
-    if name == "every_step":
-        kinds = {"local": [], "sync": kinds["local"]}
-
-    def collectives(line: dict[str, Any]) -> int:
-        return sum(
-            value
-            for key, value in line.items()
-            if key.startswith("comm/") and key.endswith("_count") and key != "comm/world/agreement_count"
-        )
-
-    per_step = (collectives(steps[-1]) - collectives(steps[options.warmup - 1])) / len(after)
-    medians = {kind: statistics.median(times) if times else None for kind, times in kinds.items()}
-    rate = len(kinds["sync"]) / len(after)
+    mean = sum(len(members) * (medians[kind] or 0.0) for kind, members in kinds.items()) / len(after)
+    # Dense bytes from the last line before them to the last line.
     key = f"comm/dp_replicate/{'gradients' if name == 'every_step' else 'weights'}_bytes"
-    syncs = len(after) if name == "every_step" else max(len(kinds["sync"]), 1)
+    first, last = logged[0], logged[-1]
+    syncs = last["step"] - first["step"]
+    if name != "every_step":
+        syncs = max(len([step for step in synced if first["step"] < step <= last["step"]]), 1)
     return {
         "network": network,
         "policy": name,
         "replicas": options.replicas,
-        "sync_rate": rate,
+        "sync_rate": len(kinds["sync"]) / len(after),
         "median_local_step_seconds": medians["local"],
+        "median_logged_step_seconds": medians["logged"],
         "median_sync_step_seconds": medians["sync"],
-        # At the sync rate of the run; medians, as a machine that others use has outliers.
-        "step_seconds": rate * (medians["sync"] or 0.0) + (1 - rate) * (medians["local"] or 0.0),
-        "dense_bytes_of_a_sync": (steps[-1].get(key, 0) - steps[options.warmup - 1].get(key, 0)) / syncs,
-        "collectives_per_step": per_step + HOST_REDUCTIONS,
-    }
-
-
-def with_round_trips(line: dict[str, Any], round_trip: float) -> dict[str, Any]:
-    added = round_trip * line["collectives_per_step"]
-    return line | {
-        "added_round_trip_seconds_per_step": added,
-        "step_seconds_with_round_trips": line["step_seconds"] + added,
+        "step_seconds": mean,
+        "dense_bytes_of_a_sync": (last.get(key, 0) - first.get(key, 0)) / syncs,
+        "collectives_of_a_local_step": statistics.median(line["collectives"] for line in kinds["local"])
+        if kinds["local"]
+        else None,
     }
 
 
@@ -228,22 +247,24 @@ def wan_of(lines: list[dict[str, Any]]) -> tuple[float, float]:
 def markdown(results: list[dict[str, Any]]) -> str:
     base = {line["network"]: line for line in results if line["policy"] == "every_step"}
     text = (
-        "| network | rate | policy | sync rate | local step | sync step | added round trips | step | speedup "
-        "| CurvaDion's projection |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| network | rate | round trip | policy | sync rate | local step | collectives | logged step "
+        "| sync step | mean step | speedup | CurvaDion's projection |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )
     for line in results:
-        whole = line["step_seconds_with_round_trips"]
-        speedup = base[line["network"]]["step_seconds_with_round_trips"] / whole
+        speedup = base[line["network"]]["step_seconds"] / line["step_seconds"]
         seconds = [
-            line["median_local_step_seconds"], line["median_sync_step_seconds"],
-            line["added_round_trip_seconds_per_step"], whole,
+            line["median_local_step_seconds"], line["median_logged_step_seconds"],
+            line["median_sync_step_seconds"], line["step_seconds"],
         ]  # fmt: skip
-        local, sync, added, step = ("-" if one is None else f"{1e3 * one:.0f} ms" for one in seconds)
+        local, logged, sync, step = ("-" if one is None else f"{1e3 * one:.0f} ms" for one in seconds)
         told = PAPER_SPEEDUP.get(line["network"]) if line["policy"].startswith("rmmc") else None
+        sent = line["collectives_of_a_local_step"]
         text += (
-            f"| {line['network']} | {line['bits_per_second'] / GIGABIT:.3g} Gb/s | {line['policy']} "
-            f"| {line['sync_rate']:.1%} | {local} | {sync} | {added} | {step} | {speedup:.2f}x "
-            f"| {'' if told is None else f'{told:.2f}x'} |\n"
+            f"| {line['network']} | {line['bits_per_second'] / GIGABIT:.3g} Gb/s "
+            f"| {1e3 * line['round_trip_seconds']:.3g} ms | {line['policy']} "
+            f"| {line['sync_rate']:.1%} | {local} | {'-' if sent is None else f'{sent:g}'} | {logged} "
+            f"| {sync} | {step} | {speedup:.2f}x | {'' if told is None else f'{told:.2f}x'} |\n"
         )
     return text
 
@@ -266,14 +287,11 @@ def main(argv: list[str]) -> int:
         worker(json.loads(options.worker))
         return 0
     results: list[dict[str, Any]] = []
-    measured: dict[float, list[dict[str, Any]]] = {}
     for network in options.networks:
         rate, round_trip = NETWORKS[network] or wan_of(
             results or measure(options, "10 Gb/s", 10 * GIGABIT, 0)
         )
-        if rate not in measured:
-            measured[rate] = measure(options, network, rate, 0.0)
-        results += [with_round_trips(line | {"network": network}, round_trip) for line in measured[rate]]
+        results += measure(options, network, rate, round_trip)
         with open(options.output / "results.jsonl", "w", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in results)
         (options.output / "results.md").write_text(markdown(results))

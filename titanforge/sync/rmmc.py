@@ -23,9 +23,9 @@ class Rmmc(LocalSteps):
     squares are summed over the ranks of a replica first. |M(t)| is this replica's, after A and before the
     decision; |M(t-1)| is what the step before left, so the averaged momentum's after a sync. A zero previous
     norm counts as an infinite change, unless the momentum is still zero. The greatest value of any layer on
-    any rank is compared with the threshold: a sync where it is above. One all-reduce(max) of three fp32
-    values is all that a step without a sync sends between replicas: the greatest value, whether a rank leaves
-    the step out (its loss or gradient is not finite), whether one needs attention (a signal, no data).
+    any rank is compared with the threshold: a sync where it is above. One all-reduce(max) of two fp32 values
+    is all that a step without a sync sends between replicas: the greatest value, and 2 if a rank leaves the
+    step out (its loss or gradient is not finite), else 1 if one needs attention (a signal, no data).
 
     A layer is a weight of a rule that waits for the decision; if no rule of the run does, a weight that has
     a first moment.
@@ -71,15 +71,15 @@ class Rmmc(LocalSteps):
         norms, previous = self.norms(), self._previous
         self._change = relative_change(norms, previous)
         self._previous = norms
-        told = norms.new_zeros(3)
+        # No more than 8 bytes: gloo's ring goes round once more for each rank's share of a larger tensor.
+        told = norms.new_full((2,), float(attention))
         told[0] = self._change.max()
         if apply_flag is not None:
-            told[1] = apply_flag == 0
-        told[2] = float(attention)
+            told[1].clamp_(min=2 * (apply_flag == 0).to(told))
         # Over all ranks, since not all of a replica's need to see the same layers.
         self._ledger.all_reduce(told, self._world_group, axis=WORLD_AXIS, purpose="decision", op=ReduceOp.MAX)
-        self.last, left_out, called = told.tolist()
-        self._left_out, self.alarm = left_out > 0, left_out > 0 or called > 0
+        self.last, heard = told.tolist()
+        self._left_out, self.alarm = heard > 1, heard > 0
         self._largest_since_read = max(self._largest_since_read, self.last)
         return self.last > self.threshold
 

@@ -98,6 +98,8 @@ def config_for(
         narrow = chosen(PINGPONG)
         if not refusal(dy, x, target, narrow, observe=observe, bias=bias):
             return narrow
+    if tokens and not observe:  # what is so for one step needs no word
+        say_once(f"some fused updates run in the portable, slower form of their kernel: {reason}")
     return chosen(PORTABLE)
 
 

@@ -71,6 +71,11 @@ RECIPES: dict[str, tuple[str, dict[str, str], bool]] = {
 GLUON_RECIPES = RECIPES | {
     "fp32_states": ("bf16", dict.fromkeys(("signed", "square", "magnitude"), "fp32"), False),
     "fp8_states": ("bf16", {"signed": "fp8_e4m3", "square": "fp8_root", "magnitude": "fp8_magnitude"}, False),
+    "fp8_states_sr": (
+        "bf16_sr",
+        {"signed": "fp8_e4m3", "square": "fp8_root", "magnitude": "fp8_magnitude"},
+        False,
+    ),
 }
 
 

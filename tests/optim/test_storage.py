@@ -158,3 +158,11 @@ def test_another_storage_is_named_on_load() -> None:
     wide.load_state_dict(saved)  # bfloat16 and float32 convert
     with pytest.raises(ValueError, match=r"optimizer\.state_dtype"):
         make("AdamW", "int8", "none", "bfloat16")[1].load_state_dict(saved)
+
+
+def test_every_scale_is_aligned_as_a_tensor_of_its_own() -> None:
+    """Faster forms of the fused kernel do not take states that are not."""
+    slots = make("AdamW", "fp8", "none", "bfloat16")[1].state_dict()["state"]["0.weight"]
+    scales = [t for slot, t in slots.items() if slot.endswith("_scale")]
+    assert len(scales) == 2
+    assert [t.data_ptr() % 16 for t in scales] == [0, 0]

@@ -279,7 +279,10 @@ class Fp8Scales:
         if not found:
             return
         metas = [states[index].scale for states, index in found]
-        self._meta = torch.stack([meta for meta in metas if meta is not None])
+        rows = torch.stack([meta for meta in metas if meta is not None])
+        # Each row begins at 16 bytes, as tensors of their own do: kernels are compiled for that.
+        width = rows.shape[1]
+        self._meta = rows.new_zeros(len(rows), -width // 4 * -4)[:, :width].copy_(rows)
         levels = [states[index].codec.levels for states, index in found]
         self._levels = torch.tensor(levels, device=self._meta.device)
         for row, (states, index) in enumerate(found):

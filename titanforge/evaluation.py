@@ -59,7 +59,8 @@ class Validator:
                     if self._told_to_stop():
                         return
                     batch = batch.to(device)
-                    loss_sum = model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
+                    documents = trainer.documents(batch)
+                    loss_sum = model(batch.tokens, batch.positions, documents, batch.labels)
                     # The loss is of this rank's tokens alone, the labels are those of whole sequences.
                     counted = (batch.labels != IGNORED).sum().double() / trainer.dims.cp * counts
                     totals += torch.stack([loss_sum.double(), counted])

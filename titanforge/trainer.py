@@ -354,7 +354,7 @@ class Trainer:
             set_is_last_micro_batch(self.model, index == len(batches) - 1)
             self.sync.before_backward(index)
             batch = batch.to(self.device)
-            loss_sum = self.model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
+            loss_sum = self.model(batch.tokens, batch.positions, self.documents(batch), batch.labels)
             # The gradient of every rank is its share of the mean over the whole global batch (over the
             # replica's part of it if replicas step by themselves), so sums over ranks and micro-batches
             # need no further division, however the padding is spread.
@@ -364,6 +364,11 @@ class Trainer:
             share.backward()
             loss += loss_sum.detach() / self._valid_tokens
         return loss
+
+    def documents(self, batch: Batch) -> torch.Tensor | None:
+        """What a model's call is told of documents. None without `data.document_mask`: ids that are all equal
+        mask nothing, but any mask at all keeps attention from the plain causal kernels."""
+        return batch.document_ids if self.config.data.document_mask else None
 
     def _accumulate_in_stages(self, batches: list[Batch]) -> torch.Tensor:
         """The same on this rank's pipeline stages, whose schedule cuts each batch into micro-batches.
@@ -375,7 +380,7 @@ class Trainer:
         for batch in batches:
             batch = batch.to(self.device)
             loss += self.pipeline.forward_backward(
-                batch.tokens, batch.positions, batch.document_ids, batch.labels, self._divisor
+                batch.tokens, batch.positions, self.documents(batch), batch.labels, self._divisor
             )
         return loss / self._valid_tokens
 

@@ -278,3 +278,30 @@ def test_a_replica_without_data_keeps_step_until_all_know_and_save(tmp_path):
         assert (tmp_path / name / f"checkpoint/step-{step}").exists(), name
         assert _moved(one[name]["weights"], 5) and not _moved(other[name]["weights"], 5), name
     assert gone_on["ended"] == "NoneType" and gone_on["steps"] == 12
+
+
+def _split_replicas(rank: int, world_size: int, nan: list[str], data: list[str], stop: list[str]) -> Any:
+    return _train(nan, _poison), _train(data, _end_data(1, 5)), _train(stop, _raise_signal(3, 5))
+
+
+def test_ranks_of_one_replica_do_alike(tmp_path):
+    """Ranks 0 and 1 are shards of one replica, 2 and 3 of the other."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl", documents=200)
+    hsdp = {"parallelism__data_parallel_shard_degree": 2, "optimizer__name": "muon"}
+    hsdp |= {"optimizer__dion__rank_fraction": None, "training__local_batch_size": 1}
+    skip = {"training__nonfinite_loss": "skip", "training__steps": 10}
+    runs = [
+        _arguments(tmp_path / "nan", corpus, "rmmc", **hsdp, **skip),
+        _arguments(tmp_path / "data", corpus, "scheduled", **hsdp),
+        _arguments(tmp_path / "stop", corpus, "scheduled", **hsdp),
+    ]
+    by_rank = run_distributed(_split_replicas, 4, *runs)
+    nan, data, stop = zip(*by_rank)
+    assert [_moved(run["weights"], BAD) for run in nan] == [False, False, True, True]
+    assert [run["applied"] for run in nan] == [10] * 4
+    assert [line["skipped_steps"] for line in lines(tmp_path / "nan") if "loss" in line] == [0, 1]
+    assert [_moved(run["weights"], 5) for run in data] == [False, False, True, True]
+    assert [run["steps"] for run in data] == [9] * 4
+    assert [run["ended"] for run in data] == ["PeerFailure", "DataError", "PeerFailure", "PeerFailure"]
+    assert {run["message"] for run in stop} == {stop[0]["message"]}
+    assert [(run["ended"], run["steps"]) for run in stop] == [("Interrupted", 9)] * 4

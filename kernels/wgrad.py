@@ -18,7 +18,7 @@ from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, runs_tri
 from titanforge.kernels.codecs import CODECS, Encoded
 from titanforge.kernels.config import TileConfig, choose_config
 from titanforge.kernels.epilogues import Epilogue, get_epilogue
-from titanforge.kernels.forms import COOPERATIVE, PINGPONG, PORTABLE, say_once, selected_form
+from titanforge.kernels.forms import AUTO, COOPERATIVE, PINGPONG, PORTABLE, say_once, selected_form
 from titanforge.kernels.gluon.launch import launch as gluon_launch
 from titanforge.kernels.gluon.launch import refusal
 from titanforge.kernels.step import Target, check_hyper, kernel_parts, make_target, reference_update
@@ -98,7 +98,7 @@ def config_for(
         narrow = chosen(PINGPONG)
         if not refusal(dy, x, target, narrow, observe=observe, bias=bias):
             return narrow
-    if tokens and not observe:  # what is so for one step needs no word
+    if selected_form() == AUTO and tokens and not observe:  # what is so for one step needs no word
         say_once(f"some fused updates run in the portable, slower form of their kernel: {reason}")
     return chosen(PORTABLE)
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from titanforge.kernels import config as tiles
 from titanforge.kernels import forms
 from titanforge.kernels.config import _COOPERATIVE, _PINGPONG, TileConfig, choose_config
 from titanforge.kernels.epilogues import get_epilogue
@@ -125,7 +126,7 @@ def test_what_a_form_does_not_take(hopper: None) -> None:
 
 
 def test_a_launch_that_does_not_fit_falls_back_and_says_so(
-    hopper: None, caplog: pytest.LogCaptureFixture
+    hopper: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     select_form(COOPERATIVE, CPU)
     with caplog.at_level(logging.WARNING, logger="titanforge.kernels.forms"):
@@ -135,6 +136,12 @@ def test_a_launch_that_does_not_fit_falls_back_and_says_so(
             assert config_for(*operands(64, 250, 512), target(250, 512)).form == PORTABLE
     assert len(caplog.records) == 1
     assert config_for(*operands(64, 256, 512)).form == PORTABLE  # only stores a gradient
+    select_form("auto", CPU)
+    monkeypatch.setattr(tiles, "form_for", lambda tokens, device: PINGPONG)
+    caplog.clear()
+    for tokens in (64, 64, 0):
+        assert config_for(*operands(tokens, 250, 512), target(250, 512)).form == PORTABLE
+    assert [record.getMessage().count("250 x 512") for record in caplog.records] == [1]
 
 
 def test_configurations_keep_their_form() -> None:

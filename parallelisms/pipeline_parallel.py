@@ -279,6 +279,7 @@ class Pipeline:
         logits = torch.empty((sequences, self.args.vocab_size), dtype=torch.float32, device=self.device)
         if self.has_last:
             logits.copy_(torch.cat(outputs))
+        self.traffic("pp", "logits", logits.nbytes)
         dist.broadcast(logits, group=self.group, group_src=self.plan.rank_of(len(self.plan.stages) - 1))
         return logits
 

@@ -260,6 +260,8 @@ class Trainer:
                 self.validator.run()
             if self.checkpointer.due(self.step, first_step, last):
                 self._save(last)
+        if self.step < first_step and config.checkpoint.last_save_model_only:
+            self._save(last=True)  # all steps were done before this was asked for
         self.agreement.settle()
         self.checkpointer.maybe_wait()
         self.metrics.close()  # before the summary, whose lines are to be the last

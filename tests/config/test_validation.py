@@ -97,6 +97,13 @@ def test_bucket_size_and_group_values():
     assert refusal_of("--optimizer.param_groups", groups) == message
 
 
+def test_workers_beyond_the_streams_are_refused():
+    message = refusal_of("--training.dataloader.num_workers=65")
+    assert message.startswith("training.dataloader.num_workers = 65: ")
+    assert "at most data.num_streams = 64" in message
+    assert validate("--training.dataloader.num_workers=65", "--data.num_streams=65") == []
+
+
 # --- parallel layout and batch ------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.trainer.runs import (
     argv,
@@ -93,8 +95,13 @@ def test_a_run_moves_from_replicas_to_shards_to_one_process(tmp_path):
         "activation_checkpoint__mode": "full",
     }
     train_all(2, [_run(moved, corpus, 2, **REPLICAS), _run(moved, corpus, 4, **SHARDS, **compiled)])
-    # A run that is done and started again has nothing to do, and harms nothing.
-    train_all(1, [_run(moved, corpus, 6), _run(moved, corpus, 6), _run(whole, corpus, 6)])
+    # A run that is done and started again has nothing to train, and harms nothing; it may be asked for weights.
+    export = {"checkpoint__last_save_model_only": True}
+    again = [_run(moved, corpus, 6), _run(moved, corpus, 6), _run(moved, corpus, 6, **export)]
+    train_all(1, [*again, _run(whole, corpus, 6)])
+    exported = load_file(moved / "checkpoint/export-step-6/model.safetensors")
+    saved = read_checkpoint(moved / "checkpoint/step-6")
+    assert all(torch.equal(weight, saved[f"model.{name}"]) for name, weight in exported.items())
     assert column(moved, "lr") == column(whole, "lr")
     assert column(moved, "tokens_seen") == column(whole, "tokens_seen")
     assert greatest_difference(moved, whole) < 1e-5

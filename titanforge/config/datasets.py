@@ -72,8 +72,15 @@ def _check_sources(config: JobConfig) -> None:
 
 
 def check_data(config: JobConfig) -> None:
-    """What is trained on, and the tokenizer."""
+    """What is trained on, by how many workers, and the tokenizer."""
     _check_sources(config)
+    if config.training.dataloader.num_workers > config.data.num_streams:
+        raise refusal(
+            config,
+            "training.dataloader.num_workers",
+            "each stream of the data is one worker's: use at most data.num_streams ="
+            f" {config.data.num_streams} (a few are enough)",
+        )
     assets, tokenizer = config.model.hf_assets_path, config.data.tokenizer
     if tokenizer == "auto" and assets and not Path(assets).expanduser().is_dir():
         raise refusal(

@@ -252,7 +252,7 @@ class LRScheduler:
 @dataclass
 class DataLoader:
     num_workers: int = 0
-    """Worker processes per rank. The order of the data does not depend on it."""
+    """Worker processes per rank, at most `data.num_streams`. The order of the data does not depend on it."""
     persistent_workers: bool = False
     """Keep the workers alive between passes."""
     pin_memory: bool = False
@@ -447,7 +447,7 @@ class Checkpoint:
     """`initial_load_path` (default: model.hf_assets_path) is a Hugging Face model: config.json and
     safetensors. It must be the model that `[model]` describes."""
     last_save_model_only: bool = False
-    """Save weights alone at the last step (cannot be resumed)."""
+    """Save weights alone at the last step (cannot be resumed). A run that is done already exports on restart."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Dtype of the weights in a model-only last save."""
     last_save_in_hf: bool = False

@@ -173,7 +173,8 @@ def apply_mixed_precision(model: nn.Module, param_dtype: torch.dtype | None) -> 
     What FSDP does on its gathered copy is done on each read: a module's parameter reads as its cast, so
     forward and backward run in ``param_dtype`` and the gradient is cast back to the stored dtype before
     it is accumulated. autocast would differ: it picks dtypes per operator. Parameters themselves, their
-    names, ``named_parameters`` and ``state_dict`` are unchanged, and torch.compile sees plain casts.
+    names, ``named_parameters`` and ``state_dict`` are unchanged, and torch.compile sees plain casts. Classes
+    say ``computes_in``, for forwards that take a part of a weight first.
 
     Read a weight through its module only inside forward: it is a copy; write to ``parameters()``.
     """
@@ -203,6 +204,6 @@ def _casting_class(base: type, names: tuple[str, ...], dtype: torch.dtype) -> ty
         def reader(name: str) -> property:
             return property(lambda self: self._parameters[name].to(dtype))
 
-        members = {name: reader(name) for name in names}
+        members: dict[str, Any] = {name: reader(name) for name in names} | {"computes_in": dtype}
         _CASTING_CLASSES[key] = type(base.__name__, (base,), {"__module__": base.__module__, **members})
     return _CASTING_CLASSES[key]

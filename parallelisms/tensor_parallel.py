@@ -2,15 +2,17 @@
 
 Between blocks every rank holds T / ranks tokens of each sequence. Attention and feed-forward gather the
 sequence, work on their heads or columns, and scatter the sum: two all-gathers and two reduce-scatters a block
-in forward, as many in backward. Weights become DTensors on the ``tp`` axis; what a block needs is told by the
-names of its modules.
+in forward, as many in backward. Weights become DTensors on the ``tp`` axis, which is what checkpoints, FSDP
+and optimizers see; modules read this rank's part of them and compute on plain tensors. What a block needs is
+told by the names of its modules.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,16 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 from titanforge.parallelisms.named_groups import group_named, name_group
+from titanforge.parallelisms.sequence_collectives import Sharers, gather_sequence, scatter_sequence
 from titanforge.parallelisms.traffic import Traffic, silent
 from titanforge.parallelisms.vocabulary import VocabularySplit, split_embedding
 
@@ -71,17 +66,16 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, traffic: Traffic =
 
     Its sequences must be whole multiples of the ranks (see ``pad_sequences``). Afterwards, and after the
     weights were given memory, call ``complete_gradients``. ``traffic`` is told of the collectives that are
-    issued here; DTensor's own, between blocks, are not in it.
+    issued here but for those of activations between blocks.
     """
     embedding, head = getattr(model, "tok_embeddings", None), getattr(model, "output", None)
     tied = embedding is not None and head is not None and embedding.weight is head.weight
+    sharers = Sharers(mesh.size(), mesh.get_local_rank(), name_group(mesh.get_group(), traffic))
     for block in model.get_submodule("layers").children():
-        styles = _BLOCK | (_EXPERTS if _has(block, "feed_forward.experts") else {})
-        plan = {name: style() for name, style in styles.items() if _has(block, name)}
-        for style in plan.values():
-            if isinstance(style, FusedColumns):
-                style.traffic = traffic
-        parallelize_module(block, mesh, plan)
+        parts = _BLOCK | (_EXPERTS if _has(block, "feed_forward.experts") else {})
+        for name, part in parts.items():
+            if _has(block, name):
+                _split(block.get_submodule(name), part, mesh, sharers)
     if embedding is not None:
         _distribute(embedding, mesh, Shard(0))
         split_embedding(embedding, VocabularySplit(mesh, embedding.num_embeddings, traffic))
@@ -89,8 +83,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, traffic: Traffic =
         _distribute(positions, mesh, Replicate())
         _look_up_own_positions(positions, mesh)
     if (norm := getattr(model, "norm", None)) is not None:
-        parallelize_module(norm, mesh, SequenceParallel())
-        norm.register_forward_hook(_gather_sequence)
+        _split(norm, _FINAL_NORM, mesh, sharers)
     if head is not None:
         if tied:
             assert embedding is not None
@@ -150,31 +143,120 @@ def _has(module: nn.Module, name: str) -> bool:
     return True
 
 
-class FusedColumns(ParallelStyle):
+class Part(NamedTuple):
+    """How ranks share a module.
+
+    placement: of its own weights; None: it has none. behaviour: given its class, the forward of the subclass
+    that it gets; None: as it is.
+    """
+
+    placement: Shard | Replicate | None
+    behaviour: Callable[[Any], Callable[..., torch.Tensor]] | None
+
+
+def _split(module: nn.Module, part: Part, mesh: DeviceMesh, sharers: Sharers) -> None:
+    if part.placement is not None:
+        others = {"bias": Replicate()} if part is _ROWS else {}
+        _distribute(module, mesh, part.placement, others)
+    if part.behaviour is not None:
+        module.sharers = sharers  # pyright: ignore[reportArgumentType]
+        module.__class__ = _sharing_class(type(module), part.behaviour)
+
+
+@functools.cache
+def _sharing_class(
+    base: type[nn.Module], behaviour: Callable[[Any], Callable[..., torch.Tensor]]
+) -> type[nn.Module]:
+    """One per kind of module, so that blocks share compiled code."""
+    return type(base.__name__, (base,), {"__module__": base.__module__, "forward": behaviour(base)})
+
+
+def _own(module: nn.Module, name: str, sees_all: bool = False) -> torch.Tensor | None:
+    """This rank's part of a weight, in the dtype that the module computes in; differentiable.
+
+    sees_all: its gradient here is the whole one already.
+    """
+    weight = module._parameters[name]
+    if weight is None:
+        return None
+    assert isinstance(weight, DTensor)
+    # Of a weight that all have, each rank's gradient is of its own tokens, or heads.
+    partial = weight.placements[0].is_replicate() and not sees_all
+    part = weight.to_local(grad_placements=[Partial()] if partial else None)
+    dtype = getattr(
+        module, "computes_in", None
+    )  # see apply_mixed_precision; a DTensor's cast takes far longer
+    return part if dtype is None else part.to(dtype)
+
+
+def _linear(base: Any) -> Callable[..., torch.Tensor]:
+    """Of this rank's rows, or of all."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, _own(self, "weight"), _own(self, "bias"))  # pyright: ignore[reportArgumentType]
+
+    return forward
+
+
+def _norm(base: Any) -> Callable[..., torch.Tensor]:
+    if issubclass(base, nn.LayerNorm):
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            return F.layer_norm(x, self.normalized_shape, _own(self, "weight"), _own(self, "bias"), self.eps)
+
+    else:
+        assert issubclass(base, nn.RMSNorm), base
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            return F.rms_norm(x, self.normalized_shape, _own(self, "weight"), self.eps)
+
+    return forward
+
+
+def _gathers_input(base: Any) -> Callable[..., torch.Tensor]:
+    """[B, T / ranks, D] of the block's hidden states → [B, T, D], once for all that read them."""
+
+    def forward(self: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        return base.forward(self, gather_sequence(x, self.sharers), *others)
+
+    return forward
+
+
+def _gathers_output(base: Any) -> Callable[..., torch.Tensor]:
+    """[B, T / ranks, D] → [B, T, D]; the gradient that comes back is each rank's vocabulary's share."""
+    norm = _norm(base)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return gather_sequence(norm(self, x), self.sharers)
+
+    return forward
+
+
+def _scatters_output(base: Any) -> Callable[..., torch.Tensor]:
+    """A linear of this rank's columns, whose sum over ranks is scattered over the sequence."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = _own(self, "weight"), _own(self, "bias", sees_all=True)
+        if bias is not None and self.sharers.rank:
+            bias = bias - bias.detach()  # the sum has it once, from the first; its gradient is of all tokens
+        return scatter_sequence(F.linear(x, weight, bias), self.sharers)  # pyright: ignore
+
+    return forward
+
+
+def _exchanges_rows(base: Any) -> Callable[..., torch.Tensor]:
     """A linear whose rows are three matrices under each other, each to be split over heads.
 
     The weight stays sharded by plain rows, which is what checkpoints and FSDP can describe. Forward exchanges
     rows, an all-to-all of 1 / ranks of the weight, so that a rank multiplies its heads' q, k and v.
     """
 
-    parts = 3
-    traffic: Traffic = staticmethod(silent)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        name, bias = self.sharers.group_name, _own(self, "bias")
+        rows = exchange_rows(_own(self, "weight"), name, 3, False)
+        return F.linear(x, rows, None if bias is None else exchange_rows(bias, name, 3, False))
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Shard(0))
-        group, parts = name_group(device_mesh.get_group(), self.traffic), self.parts
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            weight, bias = module.weight, module.bias  # through the module: they may be cast on reading
-            assert isinstance(weight, DTensor) and isinstance(x, DTensor)
-            rows = exchange_rows(weight.to_local(), group, parts, False)
-            bias_rows = None
-            if isinstance(bias, DTensor):
-                bias_rows = exchange_rows(bias.to_local(), group, parts, False)
-            return F.linear(x.to_local(grad_placements=[Partial()]), rows, bias_rows)
-
-        module.forward = forward
-        return module
+    return forward
 
 
 @torch.library.custom_op("titanforge::exchange_rows", mutates_args=())
@@ -226,25 +308,16 @@ def _exchange_plan(
     return receive, [len(m) for m in mine], torch.cat(mine).to(device)
 
 
-class OwnTokens(ParallelStyle):
-    """A linear that every rank has whole and applies to its own tokens, plain tensors in and out."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Replicate())
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            weight = module.weight
-            assert isinstance(weight, DTensor)
-            return F.linear(x, weight.to_local(grad_placements=[Partial()]))
-
-        module.forward = forward
-        return module
-
-
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
+def _distribute(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placement: Shard | Replicate,
+    others: Mapping[str, Shard | Replicate] = MappingProxyType({}),
+) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         # Nothing is sent: weights are on meta, or alike on every rank.
-        distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        place = others.get(name, placement)
+        distributed = distribute_tensor(parameter.detach(), mesh, [place], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
 
 
@@ -258,57 +331,33 @@ def _look_up_own_positions(module: nn.Module, mesh: DeviceMesh) -> None:
     module.forward = forward
 
 
-def _gather_sequence(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """[B, T / ranks, D] → [B, T, D]; the gradient that comes back is each rank's vocabulary's share."""
-    assert isinstance(output, DTensor)
-    return output.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+_COLUMNS, _FUSED_COLUMNS = Part(Shard(0), _linear), Part(Shard(0), _exchanges_rows)
+_ROWS = Part(Shard(1), _scatters_output)
+_NORM, _FINAL_NORM = Part(Replicate(), _norm), Part(Replicate(), _gathers_output)
+_GATHERS = Part(None, _gathers_input)
 
-
-def _gather_input(other_inputs: int) -> Callable[[], ParallelStyle]:
-    none = (None,) * other_inputs
-    return lambda: PrepareModuleInput(
-        input_layouts=(Shard(1), *none), desired_input_layouts=(Replicate(), *none)
-    )
-
-
-def _scatter_output() -> ParallelStyle:
-    return RowwiseParallel(output_layouts=Shard(1))
-
-
-def _per_head() -> ParallelStyle:
-    """A norm within heads, which are dim 2 of [B, T, heads, E]."""
-    return SequenceParallel(sequence_dim=2, use_local_output=True)
-
-
-_BLOCK: dict[str, Callable[[], ParallelStyle]] = {
-    "attention_norm": SequenceParallel,
-    "attention": _gather_input(2),  # rotation and mask are plain
-    "attention.wq": ColwiseParallel,
-    "attention.wk": ColwiseParallel,
-    "attention.wv": ColwiseParallel,
-    "attention.wqkv": FusedColumns,
-    "attention.q_norm": _per_head,
-    "attention.k_norm": _per_head,
-    "attention.wo": _scatter_output,
-    "ffn_norm": SequenceParallel,
-    "feed_forward": _gather_input(0),
-    "feed_forward.w1": ColwiseParallel,
-    "feed_forward.w3": ColwiseParallel,
-    "feed_forward.w2": _scatter_output,
+_BLOCK: dict[str, Part] = {
+    "attention_norm": _NORM,
+    "attention": _GATHERS,
+    "attention.wq": _COLUMNS,
+    "attention.wk": _COLUMNS,
+    "attention.wv": _COLUMNS,
+    "attention.wqkv": _FUSED_COLUMNS,
+    "attention.q_norm": _NORM,
+    "attention.k_norm": _NORM,
+    "attention.wo": _ROWS,
+    "ffn_norm": _NORM,
+    "feed_forward": _GATHERS,
+    "feed_forward.w1": _COLUMNS,
+    "feed_forward.w3": _COLUMNS,
+    "feed_forward.w2": _ROWS,
 }
 
-
-def _own_tokens() -> ParallelStyle:
-    """Experts take each rank's tokens as they are: who has which experts is another axis's matter."""
-    return PrepareModuleInput(
-        input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True
-    )
-
-
-_EXPERTS: dict[str, Callable[[], ParallelStyle]] = {
-    "feed_forward": _own_tokens,
-    "feed_forward.router": OwnTokens,
+# Experts take each rank's tokens as they are: who has which experts is another axis's matter.
+_EXPERTS: dict[str, Part] = {
+    "feed_forward": Part(None, None),
+    "feed_forward.router": Part(Replicate(), _linear),
 }
 
-_COLUMN_LINEARS = tuple(name for name, style in _BLOCK.items() if style in (ColwiseParallel, FusedColumns))
-_ROW_LINEARS = tuple(name for name, style in _BLOCK.items() if style is _scatter_output)
+_COLUMN_LINEARS = tuple(name for name, part in _BLOCK.items() if part in (_COLUMNS, _FUSED_COLUMNS))
+_ROW_LINEARS = tuple(name for name, part in _BLOCK.items() if part is _ROWS)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Shard
 
+from titanforge.parallelisms.sequence_collectives import Sharers, scatter_sequence
 from titanforge.parallelisms.traffic import Traffic, silent
 
 
@@ -97,6 +98,8 @@ def split_embedding(module: nn.Module, split: VocabularySplit) -> None:
 
     Each rank looks up the rows that it has, and the sum over ranks is scattered over the sequence.
     """
+    mesh = split.mesh
+    sharers = Sharers(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
 
     def forward(tokens_BT: torch.Tensor) -> torch.Tensor:
         elsewhere = (tokens_BT < split.start) | (tokens_BT >= split.end)
@@ -104,7 +107,6 @@ def split_embedding(module: nn.Module, split: VocabularySplit) -> None:
             (tokens_BT - split.start).masked_fill(elsewhere, 0),
             split.local(module.weight),  # pyright: ignore[reportArgumentType]
         ).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        partial = DTensor.from_local(rows, split.mesh, [Partial()], run_check=False)
-        return partial.redistribute(placements=[Shard(1)]).to_local()
+        return scatter_sequence(rows, sharers)
 
     module.forward = forward

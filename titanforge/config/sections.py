@@ -447,7 +447,7 @@ class Checkpoint:
     """`initial_load_path` (default: model.hf_assets_path) is a Hugging Face model: config.json and
     safetensors. It must be the model that `[model]` describes."""
     last_save_model_only: bool = False
-    """Save weights alone at the last step (cannot be resumed). A run that is done already exports on restart."""
+    """Save weights alone at the last step (cannot be resumed). A run that is done exports on restart."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Dtype of the weights in a model-only last save."""
     last_save_in_hf: bool = False

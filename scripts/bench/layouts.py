@@ -4,6 +4,7 @@
     python scripts/bench/layouts.py --cells one dp_shard=2 tp=2 --seq-len 8192
     python scripts/bench/layouts.py --cells cp=2,ring cp=2,ulysses --seq-len 131072 --recompute
     python scripts/bench/layouts.py --cells one ep=2 --config train_configs/qwen3_30b_a3b.toml
+    python scripts/bench/layouts.py --cells tp=2 cp=2,ring --profile
     python scripts/bench/layouts.py --device cpu --tiny --cells one tp=2
 
 A cell is `one` (one process), or axes and their degrees, comma-separated: dp_replicate, dp_shard, cp, tp, pp,
@@ -12,7 +13,8 @@ ep (which borrows its ranks from the others); `ring` or `ulysses` after cp, `com
 `fused` for updates inside backward (compare losses with `--set training.max_norm=0`: fused clips otherwise).
 Each runs `train.py` under torchrun with the same seed and global batch: real text, logging, clipping, the
 whole step; weights, gradients and states in bf16. Losses are compared with those of the first cell.
-Tokens/s are of all ranks together, the median of the logged steps but the first ones.
+Tokens/s are of all ranks together, the median of the logged steps but the first ones. With --profile rank 0
+records the last two steps, which no median counts, nor the one before: what bounds a cell.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.harness import free_port, machine_facts, markdown_table, write_report
+from scripts.bench.trace_summary import lines_of, summarize_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 AXES = {
@@ -44,6 +47,8 @@ AXES = {
     "ep": "expert_parallel_degree",
 }
 CELLS = ["one", "dp_replicate=2", "dp_shard=2", "tp=2", "cp=2,ring", "cp=2,ulysses", "pp=2"]
+PROFILED = 3
+"""Steps beyond the others with --profile: one to start the profiler, two that it records."""
 TINY = {
     "model.dim": 64, "model.n_layers": 4, "model.n_heads": 4, "model.n_kv_heads": 2, "model.head_dim": 16,
     "model.hidden_dim": 96, "model.vocab_size": 512,
@@ -65,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--recompute", action="store_true", help="every block recomputed in backward")
     parser.add_argument("--layers", type=int, default=0, help="blocks in place of the config's; 0: all")
     parser.add_argument("--cell-timeout", type=float, default=150.0, help="seconds for one cell")
+    parser.add_argument("--profile", action="store_true", help="record two more steps on rank 0 of each cell")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of the job")
     parser.add_argument("--out", type=Path, default=Path("outputs/layouts"))
     args = parser.parse_args(argv)
@@ -74,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         outcome = run_cell(cell, layout, args, args.out / f"{number:02d}")
         outcomes.append(outcome)
         print(f"[{cell}] " + (outcome.get("error") or line_of(outcome)), flush=True)
+        for line in lines_of(outcome["profile"]) if "profile" in outcome else []:
+            print(line, flush=True)
     reference = next((outcome["losses"] for outcome in outcomes if "losses" in outcome), [])
     header = ["layout", "ranks", "tokens/s", "peak GiB a rank", "last loss", "largest difference of loss"]
     rows = [
@@ -115,7 +123,7 @@ def run_cell(cell: str, layout: dict[str, Any], args: argparse.Namespace, folder
     readers = degrees["dp_replicate"] * degrees["dp_shard"]
     settings: dict[str, Any] = {
         "job.dump_folder": folder,
-        "training.steps": args.steps,
+        "training.steps": args.steps + PROFILED * args.profile,
         "lr_scheduler.warmup_steps": 2,
         "training.seq_len": args.seq_len,
         "training.global_batch_size": args.batch,
@@ -135,6 +143,13 @@ def run_cell(cell: str, layout: dict[str, Any], args: argparse.Namespace, folder
         settings["parallelism.context_parallel_method"] = "ring" if "ring" in layout else "ulysses"
     if "fused" in layout:
         settings |= {"forge.enable": "true", "forge.clip": "lagged"}
+    if args.profile:
+        settings |= {
+            "profiling.enable_profiling": "true",
+            "profiling.profile_freq": args.steps + PROFILED,
+            "profiling.profiler_warmup": 1,
+            "profiling.profiler_active": PROFILED - 1,
+        }
     if args.layers:
         settings["model.n_layers"] = args.layers
     settings |= TINY if args.tiny else {}
@@ -171,6 +186,11 @@ def run_cell(cell: str, layout: dict[str, Any], args: argparse.Namespace, folder
         told = (folder / "log.txt").read_text(errors="replace").splitlines()
         named = [line.strip() for line in told if "Error: " in line or line.startswith("error")]
         return outcome | {"error": f"{reason}; {(named or told or ['no output'])[0][:300]}"}
+    if args.profile:
+        trace = folder / "profile_traces" / f"step_{args.steps + PROFILED}" / "rank0_trace.json"
+        outcome["profile"] = summarize_trace(trace)
+        trace.unlink()  # hundreds of MB
+        steps = steps[: args.steps]
     return outcome | {
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steps[args.skip :]),
         "peak_gib": max((row["peak_memory_gib"] or 0.0) for row in steps),

@@ -95,7 +95,7 @@ def test_a_run_moves_from_replicas_to_shards_to_one_process(tmp_path):
         "activation_checkpoint__mode": "full",
     }
     train_all(2, [_run(moved, corpus, 2, **REPLICAS), _run(moved, corpus, 4, **SHARDS, **compiled)])
-    # A run that is done and started again has nothing to train, and harms nothing; it may be asked for weights.
+    # A run that is done and started again has nothing to train and harms nothing; it may be asked to export.
     export = {"checkpoint__last_save_model_only": True}
     again = [_run(moved, corpus, 6), _run(moved, corpus, 6), _run(moved, corpus, 6, **export)]
     train_all(1, [*again, _run(whole, corpus, 6)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +17,8 @@ from titanforge.parallelisms import (
     complete_gradients,
     tensor_rank_weights,
 )
+from titanforge.parallelisms.named_groups import group_named, name_group
+from titanforge.parallelisms.traffic import silent
 
 LAYERS = 2
 
@@ -112,3 +116,26 @@ def test_collectives_of_context_parallelism(method):
     for counts, sent in run_distributed(_context_counts, ranks, method):
         assert counts == ({} if method == "ring" else {"all_to_all": 4 * LAYERS})
         assert sent == (LAYERS * (2 * (ranks - 1) + ranks) if method == "ring" else 0)
+
+
+def _a_record_let_go(rank: int, world_size: int) -> None:
+    class Record:
+        def __init__(self) -> None:
+            self.sizes: list[int] = []
+
+        def add(self, axis: str, purpose: str, size: int) -> None:
+            self.sizes.append(size)
+
+    record = Record()
+    name = name_group(dist.group.WORLD, record.add)
+    group_named(name)[1]("cp", "heads", 8)
+    assert record.sizes == [8]
+    held = weakref.ref(record)
+    del record
+    assert held() is None, "the name of a group keeps a finished run's record"
+    group, traffic = group_named(name)
+    assert (group, traffic) == (dist.group.WORLD, silent)
+
+
+def test_a_named_group_keeps_no_record_alive():
+    run_distributed(_a_record_let_go, 1)

@@ -136,9 +136,9 @@ def test_flat_and_embedding_updates_compile_as_one_graph() -> None:
     for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
         torch._dynamo.reset()
         generator = torch.Generator().manual_seed(0)
-        tensors = [torch.randn(5, 64, generator=generator), torch.zeros(5, 64), torch.zeros(5, 64)]
-        function(*tensors, torch.randn(3, 64, generator=generator), torch.tensor([1, 4, 1]))
-        results.append(tensors)
+        weight, m, v = torch.randn(5, 64, generator=generator), torch.zeros(5, 64), torch.zeros(5, 64)
+        function(weight, m, v, torch.randn(3, 64, generator=generator), torch.tensor([1, 4, 1]))
+        results.append([weight, m, v])
     assert_same_bits(results[1], results[0])
 
 

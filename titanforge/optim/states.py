@@ -307,20 +307,21 @@ def refuse_sharded(rule: UpdateRule, name: str, param: nn.Parameter, parts: int)
     for axis, placement in enumerate(param.placements):
         if not placement.is_replicate() and param.device_mesh.size(axis) > 1:
             dim = sharded_dim(placement)
-            same_input = sees_same_input(param, axis)
+            same_input = _axis_name(param, axis) == "tp"  # its ranks work on the same positions together
             rule.check_shards(name, param.shape, parts, dim, cuts(param, dim), same_input)
 
 
-def sees_same_input(tensor: DTensor, axis: int) -> bool:
-    """Whether ranks along this axis of its mesh work on the same positions together."""
-    return (tensor.device_mesh.mesh_dim_names or ("",) * (axis + 1))[axis] == "tp"
+def _axis_name(tensor: DTensor, axis: int) -> str:
+    """Name of an axis of the tensor's mesh; "" if its axes have none."""
+    names = tensor.device_mesh.mesh_dim_names
+    return names[axis] if names else ""
 
 
 def is_anothers(tensor: DTensor, axis: int) -> bool:
     """Whether ranks along this axis of its mesh have parts of the model to themselves, whatever they read:
     the tensor axis, and experts that ranks share.
     """
-    return (tensor.device_mesh.mesh_dim_names or ("",) * (axis + 1))[axis] in ("tp", "ep")
+    return _axis_name(tensor, axis) in ("tp", "ep")
 
 
 def cuts(tensor: Tensor, dim: int | None) -> int:

@@ -130,8 +130,15 @@ def complete_gradients(model: nn.Module) -> None:
 
 def _summed(gradient: torch.Tensor) -> torch.Tensor:
     assert isinstance(gradient, DTensor)
-    wanted = [Replicate() if place.is_partial() else place for place in gradient.placements]
-    return gradient.redistribute(placements=wanted)
+    (place,) = gradient.placements  # the tensor axis is the only one without FSDP
+    if not place.is_partial():
+        return gradient
+    # What redistribute would send, without its planning: a block has four of these.
+    mesh, ops = gradient.device_mesh, torch.ops._c10d_functional
+    total = ops.wait_tensor(ops.all_reduce(gradient.to_local(), "sum", mesh.get_group().group_name))
+    return DTensor.from_local(
+        total, mesh, [Replicate()], run_check=False, shape=gradient.shape, stride=gradient.stride()
+    )
 
 
 def _has(module: nn.Module, name: str) -> bool:

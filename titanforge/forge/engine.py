@@ -28,9 +28,10 @@ from titanforge.optim.dobb.hooks import Reader
 from titanforge.optim.engine import Entry, Family, RuleOptimizer
 from titanforge.optim.local_update import LocalWeight
 from titanforge.optim.param_groups import ParamGroupSpec
+from titanforge.optim.placement import is_cut, local_tensor
 from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
 from titanforge.optim.sharded import update_sharded
-from titanforge.optim.states import Recipe, is_cut, local_tensor
+from titanforge.optim.states import Recipe
 
 
 class ForgeOptimizer(RuleOptimizer):

@@ -20,8 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanforge.forge.sinks import Sink, choose_scales
 from titanforge.optim.local_update import update_elementwise, update_layers, update_state_global
+from titanforge.optim.placement import local_tensor
 from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule
-from titanforge.optim.states import local_tensor
 
 
 def _sum_over(tensor: Tensor, group: ProcessGroup) -> None:

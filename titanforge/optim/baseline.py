@@ -16,8 +16,9 @@ from titanforge.kernels.codecs import plain_codec
 from titanforge.optim.elementwise import SGD
 from titanforge.optim.links import DataLinks
 from titanforge.optim.param_groups import ParamGroupSpec
+from titanforge.optim.placement import local_tensor
 from titanforge.optim.rule import UpdateRule
-from titanforge.optim.states import load_states, local_tensor, new_state
+from titanforge.optim.states import load_states, new_state
 
 _SLOT_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
 BASELINE_RULES = ("adam", "adamw", "sgd")

@@ -23,8 +23,9 @@ from titanforge.optim.param_groups import (
     matrix_parts,
     named_trainable_parameters,
 )
+from titanforge.optim.placement import cuts
 from titanforge.optim.registry import build_rule
-from titanforge.optim.states import Recipe, cuts
+from titanforge.optim.states import Recipe
 
 
 class ScalarOptions(Protocol):

@@ -28,6 +28,7 @@ from titanforge.optim.local_update import (
     write_copies,
 )
 from titanforge.optim.param_groups import ParamGroupSpec
+from titanforge.optim.placement import is_cut, local_tensor
 from titanforge.optim.replica_factors import FactoredRule, Mean, pays, update_by_factors
 from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule, UpdateRule
 from titanforge.optim.sharded import update_sharded
@@ -36,9 +37,7 @@ from titanforge.optim.states import (
     Fp8Scales,
     Recipe,
     StoredState,
-    is_cut,
     load_states,
-    local_tensor,
     new_auxiliary,
     new_state,
     refuse_sharded,

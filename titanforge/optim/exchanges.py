@@ -11,7 +11,7 @@ from titanforge.optim.accounting import ShardedAxis, cross_shard_payload, second
 from titanforge.optim.dobb.rule import Dobb
 from titanforge.optim.matrix import MatrixRule
 from titanforge.optim.param_groups import ParamGroupSpec
-from titanforge.optim.states import is_cut, local_tensor
+from titanforge.optim.placement import is_cut, local_tensor
 
 
 def exchange_lines(

@@ -20,8 +20,8 @@ from titanforge.optim.dion import Dion
 from titanforge.optim.local_update import LocalWeight, write_copies
 from titanforge.optim.matrix import MatrixRule
 from titanforge.optim.orthonormal import orthonormal
+from titanforge.optim.placement import local_tensor, sharded_dim
 from titanforge.optim.rule import select
-from titanforge.optim.states import local_tensor, sharded_dim
 
 _BATCH_BYTES = 256 * 2**20
 """Largest set of whole matrices taken together, fp32."""

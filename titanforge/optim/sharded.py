@@ -19,8 +19,8 @@ from titanforge.optim.dion import Dion
 from titanforge.optim.local_update import LocalWeight, update_state_global, write_copies
 from titanforge.optim.low_rank import Cut, ShardedWeight, exchange_factors, exchange_row_norms, same_shape
 from titanforge.optim.matrix import RMNP
+from titanforge.optim.placement import local_tensor, sharded_dim
 from titanforge.optim.rule import StateGlobalRule, select
-from titanforge.optim.states import local_tensor, sharded_dim
 
 
 def update_sharded(

@@ -6,7 +6,6 @@ the fp32 copy of a bfloat16 weight is `master`. Codes and scales are saved as th
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from titanforge.kernels.codecs import (
     CODECS,
@@ -28,7 +25,17 @@ from titanforge.kernels.codecs import (
     meta_shape,
     state_codec,
 )
-from titanforge.optim.rule import AuxiliarySlot, LocalStateRule, StateGlobalRule, StateSlot, UpdateRule
+from titanforge.optim.placement import (
+    cut_like,
+    cuts,
+    distributed_like,
+    is_cut,
+    is_sharded,
+    local_tensor,
+    sees_same_input,
+    sharded_dim,
+)
+from titanforge.optim.rule import LocalStateRule, StateGlobalRule, StateSlot, UpdateRule
 
 MASTER_SLOT = "master"
 """fp32 copy of a bfloat16 weight."""
@@ -139,36 +146,6 @@ class Recipe:
         return self.master_weights == "float32" and param.dtype != torch.float32
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds; it may be empty."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def sharded_dim(placement: Placement) -> int | None:
-    """The dim that a placement cuts, in whatever way; None for none."""
-    return None if placement.is_replicate() else getattr(placement, "dim", None)
-
-
-def is_cut(tensor: Tensor, dims: Sequence[int]) -> bool:
-    """Whether other ranks hold other parts of the tensor along one of these dims, counted from its end."""
-    if not isinstance(tensor, DTensor):
-        return False
-    return any(
-        tensor.device_mesh.size(axis) > 1 and sharded_dim(placement) in [tensor.dim() + dim for dim in dims]
-        for axis, placement in enumerate(tensor.placements)
-    )
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether other ranks hold other parts of the tensor."""
-    if not isinstance(tensor, DTensor):
-        return False
-    return any(
-        not placement.is_replicate() and tensor.device_mesh.size(axis) > 1
-        for axis, placement in enumerate(tensor.placements)
-    )
-
-
 def tensor_id(name: str) -> int:
     """Sets the random bits of one parameter apart from another's; the same on every rank and in every run."""
     return zlib.crc32(name.encode()) & 0x7FFFFFFF
@@ -184,7 +161,7 @@ def new_state(param: nn.Parameter, slot: StateSlot, codec: Codec) -> StoredState
         return StoredState(slot, codec, values, None)
     local = local_tensor(param.detach())
     part = allocate(codec, local.shape, local.device)
-    values = _distributed_like(param, part.values, param.shape)
+    values = distributed_like(param, part.values, param.shape)
     if part.meta is None:
         return StoredState(slot, codec, values, None)
     if codec.kind == "tensor":
@@ -208,7 +185,7 @@ def new_state(param: nn.Parameter, slot: StateSlot, codec: Codec) -> StoredState
             'sharded: take "bfloat16"'
         )
     scale = part.meta.view(*local_leading, full_shape[1])
-    return StoredState(slot, codec, values, _distributed_like(param, scale, (*leading, full_shape[1])))
+    return StoredState(slot, codec, values, distributed_like(param, scale, (*leading, full_shape[1])))
 
 
 def new_auxiliary(rule: UpdateRule, name: str, param: nn.Parameter, parts: int) -> dict[str, Tensor]:
@@ -218,46 +195,7 @@ def new_auxiliary(rule: UpdateRule, name: str, param: nn.Parameter, parts: int) 
     """
     tensors = rule.new_auxiliary(param.shape, param.device, tensor_id(name), parts)
     slots = rule.auxiliary_slots(param.shape, parts)
-    return {slot.name: _cut_like(param, tensor, slot) for slot, tensor in zip(slots, tensors)}
-
-
-def _cut_like(param: Tensor, tensor: Tensor, slot: AuxiliarySlot) -> Tensor:
-    if not isinstance(param, DTensor):
-        return tensor
-    dims = dict(slot.follows)
-    placements: list[Placement] = []
-    for placement in param.placements:
-        dim = sharded_dim(placement)
-        if dim not in dims:
-            placements.append(Replicate())
-        else:  # a dim that two axes cut is dealt as the weight's is
-            placements.append(_along(placement, dims[dim]))
-    if all(placement.is_replicate() for placement in placements):
-        return tensor
-    mesh = param.device_mesh
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    local = tensor[tuple(slice(start, start + size) for start, size in zip(offset, shape))].clone()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
-def _along(placement: Placement, dim: int) -> Placement:
-    """The same cut of another dim."""
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(dim, split_factor=placement.split_factor)
-    return Shard(dim)
-
-
-def _distributed_like(param: Tensor, local: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """A DTensor of the global `shape` with the parameter's placements around `local`; or `local` itself."""
-    if not isinstance(param, DTensor):
-        return local
-    shape = torch.Size(shape)
-    strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=strides
-    )
+    return {slot.name: cut_like(param, tensor, slot) for slot, tensor in zip(slots, tensors)}
 
 
 class Fp8Scales:
@@ -309,27 +247,6 @@ def refuse_sharded(rule: UpdateRule, name: str, param: nn.Parameter, parts: int)
             dim = sharded_dim(placement)
             same_input = _axis_name(param, axis) == "tp"  # its ranks work on the same positions together
             rule.check_shards(name, param.shape, parts, dim, cuts(param, dim), same_input)
-
-
-def _axis_name(tensor: DTensor, axis: int) -> str:
-    """Name of an axis of the tensor's mesh; "" if its axes have none."""
-    names = tensor.device_mesh.mesh_dim_names
-    return names[axis] if names else ""
-
-
-def is_anothers(tensor: DTensor, axis: int) -> bool:
-    """Whether ranks along this axis of its mesh have parts of the model to themselves, whatever they read:
-    the tensor axis, and experts that ranks share.
-    """
-    return _axis_name(tensor, axis) in ("tp", "ep")
-
-
-def cuts(tensor: Tensor, dim: int | None) -> int:
-    """Into how many parts the dim is cut, by all axes together; 1 for a tensor of one rank."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    axes = [axis for axis, placement in enumerate(tensor.placements) if sharded_dim(placement) == dim]
-    return math.prod(tensor.device_mesh.size(axis) for axis in axes)
 
 
 def load_states(

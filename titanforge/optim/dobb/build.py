@@ -14,7 +14,7 @@ from titanforge.optim.dobb.hooks import Reader
 from titanforge.optim.dobb.reduction import Captured
 from titanforge.optim.dobb.rule import Dobb
 from titanforge.optim.param_groups import ParamGroupSpec
-from titanforge.optim.states import is_anothers, sharded_dim
+from titanforge.optim.placement import is_anothers, sharded_dim
 
 
 class Entry(Protocol):

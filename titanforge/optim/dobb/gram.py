@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from titanforge.optim.dobb.capture import BasisKeeper
 from titanforge.optim.dobb.reduction import Captured
 from titanforge.optim.dobb.rule import Dobb
-from titanforge.optim.states import local_tensor
+from titanforge.optim.placement import local_tensor
 
 
 class GramKeeper(BasisKeeper):

@@ -25,7 +25,8 @@ from titanforge.forge.sinks import Clock, Hyper, Sink
 from titanforge.forge.tied import TiedSink
 from titanforge.forge.weight_updates import WeightUpdates
 from titanforge.optim.dobb.hooks import Reader
-from titanforge.optim.engine import Entry, Family, RuleOptimizer
+from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.entries import Entry, Family
 from titanforge.optim.local_update import LocalWeight
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.placement import is_cut, local_tensor

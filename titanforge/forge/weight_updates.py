@@ -24,7 +24,7 @@ from torch import Tensor
 from titanforge.forge.sinks import Clock, Sink
 from titanforge.optim.batches import BatchList
 from titanforge.optim.dobb.capture import BasisKeeper
-from titanforge.optim.engine import Entry
+from titanforge.optim.entries import Entry
 from titanforge.optim.local_update import update_state_global
 from titanforge.optim.rule import StateGlobalRule
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanforge.kernels.codecs import Codec
 from titanforge.optim import split
 from titanforge.optim.batches import BatchList
 from titanforge.optim.dobb.build import build_capture
 from titanforge.optim.dobb.capture import BasisKeeper
 from titanforge.optim.dobb.hooks import Reader
-from titanforge.optim.elementwise_pass import ElementwisePass
+from titanforge.optim.entries import Entry, Family, by_rule, new_family, release
 from titanforge.optim.exchanges import exchange_lines
 from titanforge.optim.hyper_table import HyperTable
 from titanforge.optim.links import DataLinks
@@ -29,101 +27,14 @@ from titanforge.optim.local_update import (
 )
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.placement import is_cut, local_tensor
-from titanforge.optim.replica_factors import FactoredRule, Mean, pays, update_by_factors
-from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule, UpdateRule
+from titanforge.optim.replica_factors import FactoredRule, Mean, update_by_factors
+from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule
 from titanforge.optim.sharded import update_sharded
 from titanforge.optim.states import (
-    MASTER_SLOT,
     Fp8Scales,
     Recipe,
-    StoredState,
     load_states,
-    new_auxiliary,
-    new_state,
-    refuse_sharded,
-    tensor_id,
 )
-
-
-@dataclass
-class Entry:
-    """One parameter with its states; `master` is the fp32 weight behind a bfloat16 one.
-
-    auxiliary, parts, matrix, factored: as in `LocalWeight`. beside: what a checkpoint holds of it besides.
-    """
-
-    name: str
-    param: nn.Parameter
-    states: list[StoredState]
-    master: Tensor | None
-    codec: Codec | None
-    tensor_id: int
-    hyper_row: int
-    auxiliary: dict[str, Tensor] = field(default_factory=dict)
-    parts: int = 1
-    matrix: tuple[int, int] | None = None
-    factored: bool = False
-    beside: dict[str, Tensor] = field(default_factory=dict)
-    _held: LocalWeight | None = None
-    _held_address: int = 0
-
-    @property
-    def momentum(self) -> Tensor:
-        """A rule's first state, a DTensor if the parameter is one."""
-        return self.states[0].values
-
-    def saved(self) -> dict[str, Tensor]:
-        tensors = {key: tensor for state in self.states for key, tensor in state.saved().items()}
-        tensors |= self.auxiliary | self.beside
-        return tensors if self.master is None else {**tensors, MASTER_SLOT: self.master}
-
-    def item(self) -> LocalWeight:
-        weight = local_tensor(self.param).detach()
-        return LocalWeight(
-            weight=weight if self.master is None else local_tensor(self.master),
-            gradient=None if self.param.grad is None else local_tensor(self.param.grad),
-            states=tuple(state.local for state in self.states),
-            copy=None if self.master is None else weight,
-            codec=self.codec,
-            tensor_id=self.tensor_id,
-            hyper_row=self.hyper_row,
-            auxiliary=tuple(local_tensor(state) for state in self.auxiliary.values()),
-            parts=self.parts,
-            matrix=self.matrix,
-            factored=self.factored,
-        )
-
-    def current(self) -> LocalWeight:
-        """`item`, the same object at every step as long as the weight stays where it is."""
-        param, gradient = self.param, self.param.grad
-        if isinstance(param, DTensor):
-            address = param._local_tensor.data_ptr()
-            gradient = None if gradient is None else local_tensor(gradient)
-        else:
-            address = param.data_ptr()
-        held = self._held
-        if held is None or address != self._held_address:
-            held = self._held = self.item()
-            self._held_address = address
-        held.gradient = gradient
-        return held
-
-
-def release(items: Sequence[LocalWeight]) -> None:
-    """Let go of the gradients of items that live on to the next step."""
-    for item in items:
-        item.gradient = None
-
-
-@dataclass
-class Family:
-    """The groups of one rule, whose weights are updated together."""
-
-    rule: UpdateRule
-    groups: list[ParamGroupSpec]
-    entries: list[Entry]
-    elementwise: ElementwisePass = field(default_factory=ElementwisePass)
-    batches: dict[int, BatchList] = field(default_factory=dict)
 
 
 class RuleOptimizer:
@@ -160,7 +71,7 @@ class RuleOptimizer:
         self._device = devices.pop()
         if self._device.type == "meta":
             raise ValueError("build the optimizer after the model has been given memory (it is on meta)")
-        self._families = [self._new_family(members, recipe) for members in _by_rule(self.groups)]
+        self._families = [new_family(members, recipe) for members in by_rule(self.groups)]
         self._table = HyperTable(
             [(family.rule, [group.options for group in family.groups]) for family in self._families],
             self._device,
@@ -177,42 +88,6 @@ class RuleOptimizer:
             for entry in self._all_entries():
                 if entry.name in names:
                     entry.beside["captured_steps"] = self.capture.steps
-
-    @staticmethod
-    def _new_family(groups: Sequence[ParamGroupSpec], recipe: Recipe) -> Family:
-        rule, entries = groups[0].rule, []
-        for row, group in enumerate(groups):
-            for name, param in zip(group.names, group.params):
-                parts = group.parts.get(name, 1)
-                refuse_sharded(rule, name, param, parts)
-                states = [
-                    new_state(param, slot, recipe.state_codec_for(rule, slot, param))
-                    for slot in rule.slots_for(param.shape)
-                ]
-                master = param.detach().float() if recipe.needs_master(param) else None
-                codec = recipe.weight_codec_for(rule, param)
-                auxiliary = new_auxiliary(rule, name, param, parts)
-                matrix, factored = None, False
-                if rule.matrix_only:
-                    matrix = (param.shape[-2] // parts, param.shape[-1])
-                    factored = not is_cut(param, rule.u_dims) and pays(rule, *matrix)
-                    parts = parts if rule.whole_parts else 1
-                entries.append(
-                    Entry(
-                        name,
-                        param,
-                        states,
-                        master,
-                        codec,
-                        tensor_id(name),
-                        row,
-                        auxiliary,
-                        parts,
-                        matrix,
-                        factored,
-                    )
-                )
-        return Family(rule, list(groups), entries)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -558,11 +433,3 @@ class RuleOptimizer:
         if self.capture is not None:
             self.capture.loaded()
         self._fp8.calibrated |= int(self._table.count) > 0
-
-
-def _by_rule(groups: Sequence[ParamGroupSpec]) -> list[list[ParamGroupSpec]]:
-    """Groups that share a rule object, in order of first appearance."""
-    families: dict[int, list[ParamGroupSpec]] = {}
-    for group in groups:
-        families.setdefault(id(group.rule), []).append(group)
-    return list(families.values())

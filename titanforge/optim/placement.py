@@ -52,21 +52,17 @@ def cuts(tensor: Tensor, dim: int | None) -> int:
     return math.prod(tensor.device_mesh.size(axis) for axis in axes)
 
 
-def sees_same_input(tensor: DTensor, axis: int) -> bool:
-    """Whether ranks along this axis of its mesh work on the same positions together."""
-    return _axis_name(tensor, axis) == "tp"
+def axis_name(tensor: DTensor, axis: int) -> str:
+    """Name of an axis of the tensor's mesh; "" if its axes have none."""
+    names = tensor.device_mesh.mesh_dim_names
+    return names[axis] if names else ""
 
 
 def is_anothers(tensor: DTensor, axis: int) -> bool:
     """Whether ranks along this axis of its mesh have parts of the model to themselves, whatever they read:
     the tensor axis, and experts that ranks share.
     """
-    return _axis_name(tensor, axis) in ("tp", "ep")
-
-
-def _axis_name(tensor: DTensor, axis: int) -> str:
-    """Name of an axis of the tensor's mesh; "" if its axes have none."""
-    return (tensor.device_mesh.mesh_dim_names or ("",) * (axis + 1))[axis]
+    return axis_name(tensor, axis) in ("tp", "ep")
 
 
 def cut_like(param: Tensor, tensor: Tensor, slot: AuxiliarySlot) -> Tensor:

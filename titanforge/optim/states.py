@@ -26,13 +26,13 @@ from titanforge.kernels.codecs import (
     state_codec,
 )
 from titanforge.optim.placement import (
+    axis_name,
     cut_like,
     cuts,
     distributed_like,
     is_cut,
     is_sharded,
     local_tensor,
-    sees_same_input,
     sharded_dim,
 )
 from titanforge.optim.rule import LocalStateRule, StateGlobalRule, StateSlot, UpdateRule
@@ -245,7 +245,7 @@ def refuse_sharded(rule: UpdateRule, name: str, param: nn.Parameter, parts: int)
     for axis, placement in enumerate(param.placements):
         if not placement.is_replicate() and param.device_mesh.size(axis) > 1:
             dim = sharded_dim(placement)
-            same_input = _axis_name(param, axis) == "tp"  # its ranks work on the same positions together
+            same_input = axis_name(param, axis) == "tp"  # its ranks work on the same positions together
             rule.check_shards(name, param.shape, parts, dim, cuts(param, dim), same_input)
 
 

@@ -297,7 +297,7 @@ def _scores(
     return scores
 
 
-# Not proven on a GPU as yet: the same two functions by the flash kernels, which take no document mask.
+# The same two functions by the flash kernels, which take no document mask.
 
 
 def _flash_takes(q: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -146,7 +146,7 @@ def test_a_captured_step_is_the_eager_step(name: str, compiled: bool) -> None:
     torch.cuda.current_stream().wait_stream(side)
     prepare(second, 3)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="relaxed"):  # as the trainer captures
         loss = launch(captured, second, tokens, labels)
     for step in range(3, 8):
         prepare(second, step)

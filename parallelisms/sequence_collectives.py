@@ -27,7 +27,15 @@ def gather_sequence(x: torch.Tensor, sharers: Sharers) -> torch.Tensor:
 
 def scatter_sequence(x: torch.Tensor, sharers: Sharers) -> torch.Tensor:
     """[B, T, …], of which each rank has an addend → this rank's [B, T / ranks, …] of the sum; the gradient is
-    gathered. T must be a multiple of the ranks."""
+    gathered.
+
+    Raises ValueError for a T that is not a multiple of the ranks.
+    """
+    if x.shape[1] % sharers.count:
+        raise ValueError(
+            f"a sequence of {x.shape[1]} does not divide into the shares of {sharers.count} tensor-parallel "
+            "ranks: pad it, or change parallelism.tensor_parallel_degree"
+        )
     return _Scatter.apply(x, sharers.count, sharers.group_name)  # pyright: ignore[reportReturnType]
 
 

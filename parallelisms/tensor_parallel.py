@@ -66,7 +66,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, traffic: Traffic =
 
     Its sequences must be whole multiples of the ranks (see ``pad_sequences``). Afterwards, and after the
     weights were given memory, call ``complete_gradients``. ``traffic`` is told of the collectives that are
-    issued here but for those of activations between blocks.
+    issued here but for those of activations between blocks and of norms' gradients.
     """
     embedding, head = getattr(model, "tok_embeddings", None), getattr(model, "output", None)
     tied = embedding is not None and head is not None and embedding.weight is head.weight

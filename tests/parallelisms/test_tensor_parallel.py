@@ -20,6 +20,7 @@ from titanforge.parallelisms import (
     complete_gradients,
     pad_sequences,
 )
+from titanforge.parallelisms.sequence_collectives import Sharers, scatter_sequence
 
 DENSE = [kind for kind in KINDS if "moe" not in kind]
 VOCABULARY = 51  # odd, so that ranks hold different numbers of rows
@@ -127,3 +128,9 @@ def _all_kinds(rank: int, world_size: int, tp: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4], ids=["tp", "fsdp_by_tp"])
 def test_two_way_split_equals_the_whole_model(ranks):
     run_distributed(_all_kinds, ranks, 2)
+
+
+def test_a_sequence_that_ranks_cannot_share_is_refused() -> None:
+    """Chunks of it could have a size that the collective takes, and hold other rows."""
+    with pytest.raises(ValueError, match=r"sequence of 6 .* 4 tensor-parallel ranks: pad it"):
+        scatter_sequence(torch.zeros(4, 6, 2), Sharers(4, 0, "none"))

@@ -48,7 +48,8 @@ class CommLedger:
     reduce-scatter. They do not depend on the algorithm that moves them. Collectives that are issued elsewhere
     (ring, all-to-all, pipeline, a split vocabulary, sharded matrices) are told to `record`. What PyTorch
     issues by itself (FSDP2's gathers and reductions) is not in here, nor the activations that tensor
-    parallelism exchanges between blocks, in compiled graphs too, nor what a load or a save sends.
+    parallelism exchanges between blocks, in compiled graphs too, and its sums of norms' gradients, nor what a
+    load or a save sends.
 
     The methods that issue a collective skip it, and record nothing, for a group of one rank.
     """

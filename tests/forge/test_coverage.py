@@ -328,14 +328,3 @@ def test_a_copy_is_an_ordinary_model(pickled: bool) -> None:
     assert all(param.grad is not None for param in twin.parameters())
     assert all(torch.equal(before[name], now) for name, now in weights(model).items())
     train(model, optimizer, 1, 2, loss=loss)
-
-
-def test_steps_are_checked() -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"micro_batches": 0}, "micro_batches is 1 or more"),
-        ({"max_norm": float("nan")}, "max_norm are 0 or more"),
-        ({"accumulation": "stsh"}, "must be one of auto, stash, buffer"),
-    ]
-    for wrong, words in cases:
-        with pytest.raises(ValueError, match=words):
-            fuse(Changing(""), options_of(), loss=changing_loss, **wrong)

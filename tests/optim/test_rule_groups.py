@@ -50,8 +50,8 @@ def test_a_matrix_rule_takes_fused_projections_apart() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, r"options\['lr'\] must be at least 0, not -1"),
-        ({"lr": float("nan")}, r"options\['lr'\] must be at least 0, not nan"),
+        ({"lr": -1.0}, r"options\['lr'\] must be at least 0 and finite, not -1"),
+        ({"lr": float("nan")}, r"options\['lr'\] must be at least 0 and finite, not nan"),
         ({"momentum": 1.0}, r"options\['momentum'\] must be at least 0 and below 1, not 1"),
         ({"beta1": 0.9}, r"options\['beta1'\]: muon has none; it has lr, weight_decay, momentum"),
     ],

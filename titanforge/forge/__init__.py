@@ -6,10 +6,11 @@ them. Imports `titanforge.optim` and `titanforge.kernels`, nothing else of ours.
 
 from __future__ import annotations
 
-from titanforge.forge.build import Steps, attach, build_forge_optimizer, preview
+from titanforge.forge.arguments import Steps
+from titanforge.forge.build import attach, build_forge_optimizer, preview
 from titanforge.forge.engine import ForgeOptimizer
-from titanforge.forge.hooked import Ranks
 from titanforge.forge.plan import Granule, ParamPlan, Placement, Schedule, plan
+from titanforge.forge.ranks import Ranks
 from titanforge.forge.report import plan_report
 
 __all__ = [

@@ -3,54 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
+from titanforge.forge.arguments import Steps, check_arguments, check_axes, check_groups, check_ranks
 from titanforge.forge.coverage import Covered, cover
 from titanforge.forge.engine import ForgeOptimizer
-from titanforge.forge.hooked import Ranks
-from titanforge.forge.modules import is_fused, restore_module
+from titanforge.forge.modules import ordinary_forwards
 from titanforge.forge.plan import ParamPlan, Placement, Schedule, plan
 from titanforge.forge.probe import probe_readers
+from titanforge.forge.ranks import Ranks
 from titanforge.forge.report import PlanLine
+from titanforge.forge.values import shown
 from titanforge.optim.build import OptimizerOptions, build_groups, build_recipe
-from titanforge.optim.dobb.hooks import install_hooks
+from titanforge.optim.dobb.hooks import find_readers, install_hooks
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.rule import UpdateRule
-from titanforge.optim.rule_groups import groups_of_rule, not_a_rule
+from titanforge.optim.rule_groups import groups_of_rule
 from titanforge.optim.states import Recipe
 
-ACCUMULATIONS = ("auto", "stash", "buffer")
-
 Planner = Callable[[UpdateRule, Placement, Mapping[str, int], Schedule], ParamPlan]
-
-
-@dataclass(frozen=True)
-class Steps:
-    """How training runs, as far as fused updates depend on it.
-
-    micro_batches: per step. tokens: per micro-batch. accumulation: `forge.accumulation`. max_norm: of lagged
-    clipping; 0: none. undo: a refused step must leave the states of affine rules as they were even after some
-    of its micro-batches (`training.nonfinite_loss = "skip"`). keep_logits: `forge.keep_logits`.
-    """
-
-    micro_batches: int = 1
-    tokens: int = 0
-    accumulation: str = "auto"
-    max_norm: float = 0.0
-    undo: bool = False
-    keep_logits: bool = False
-
-    def __post_init__(self) -> None:
-        if self.micro_batches < 1 or self.tokens < 0 or not self.max_norm >= 0:
-            raise ValueError(f"micro_batches is 1 or more, tokens and max_norm are 0 or more, not {self}")
-        if self.accumulation not in ACCUMULATIONS:
-            raise ValueError(
-                f'forge.accumulation = "{self.accumulation}": must be one of {", ".join(ACCUMULATIONS)}'
-            )
 
 
 def attach(
@@ -73,48 +46,53 @@ def attach(
         them.
     rule: for all weights, with the split that `groups_of_rule` makes; or groups, as for `RuleOptimizer`.
     recipe: how states and weights are stored; default: float32 states, no master weights.
-    probe: runs a forward pass as training will, and returns what the loss depends on. Called once; it leaves
-        no trace in buffers or random states.
+    probe: runs a forward pass as training will, and returns the loss, or what it depends on. Called once (not
+        where several ranks share the model); it leaves no trace in buffers or random states.
     options: of a rule: learning rate, weight decay …; see `groups_of_rule`. Groups have their own.
-    seed: of stochastic rounding.
+    steps: how training runs; default: steps of one micro-batch, without clipping.
+    seed: of stochastic rounding, 0 to 2**63 - 1.
     ranks: how ranks share the model; None: there is one.
+    planner: in place of `plan`, to compare.
     update_in_backward: as of `ForgeOptimizer`.
     A model that was attached before is taken over: the former optimizer says so at its next step.
-    Raises TypeError for what is neither rule nor groups, ValueError for options that the rule has not, for
-    several ranks that it was not told about, and for an axis that fusion lacks.
+    Raises TypeError for an argument of another type, ValueError for a value out of range, for options that
+    the rule has not, for groups that do not own each trainable weight once, for several ranks that it was not
+    told about, and for an axis that fusion lacks; each names the argument, and all come before the model
+    changes. Whatever fails after that (the probe, the planner, states that cannot be stored so) leaves the
+    model as it was, in the hands of its former optimizer if it had one.
     """
-    groups = _groups(model, rule, options)
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is a titanforge.optim.Recipe, not {type(recipe).__qualname__} {recipe!r}")
-    if ranks is None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                f"{dist.get_world_size()} ranks, and forge.attach was not told how they share the model: "
-                "pass ranks = Ranks(mesh = …), or Ranks() for a model of this rank alone"
-            )
-        ranks = Ranks()
-    steps, recipe = steps or Steps(), recipe or Recipe()
-    _check_axes(ranks)
-    for module in model.modules():
-        if is_fused(module):
-            restore_module(module)
-    captured = install_hooks(model, groups)
-    covered = cover(model, None if ranks.several else probe_readers(model, probe))
-    plans = _plan_weights(groups, recipe, covered, steps, planner, ranks)
-    return ForgeOptimizer(
-        model,
-        groups,
-        recipe,
-        covered,
-        plans,
-        micro_batches=steps.micro_batches,
-        max_norm=steps.max_norm,
-        keep_logits=steps.keep_logits,
+    check_arguments(
+        recipe=recipe,
+        probe=probe,
+        steps=steps,
         seed=seed,
-        captured=captured,
         ranks=ranks,
+        planner=planner,
         update_in_backward=update_in_backward,
     )
+    groups = _groups(model, rule, options)
+    ranks = check_ranks(ranks)
+    steps, recipe = steps or Steps(), recipe or Recipe()
+    captured = find_readers(model, groups)
+    with ordinary_forwards(model):
+        covered = cover(model, None if ranks.several else probe_readers(model, probe))
+        plans = _plan_weights(groups, recipe, covered, steps, planner, ranks)
+        optimizer = ForgeOptimizer(
+            model,
+            groups,
+            recipe,
+            covered,
+            plans,
+            micro_batches=steps.micro_batches,
+            max_norm=steps.max_norm,
+            keep_logits=steps.keep_logits,
+            seed=seed,
+            captured=captured,
+            ranks=ranks,
+            update_in_backward=update_in_backward,
+        )
+    install_hooks(captured, groups)
+    return optimizer
 
 
 def _groups(
@@ -124,29 +102,10 @@ def _groups(
         raise TypeError(f"forge.attach takes a torch.nn.Module first, not {type(model).__qualname__}")
     if isinstance(rule, UpdateRule):
         return groups_of_rule(model, rule, options)
-    groups = list(rule) if isinstance(rule, (list, tuple)) else []
-    if not groups or not all(isinstance(group, ParamGroupSpec) for group in groups):
-        raise TypeError(
-            f"forge.attach takes an update rule, {not_a_rule(rule)}; or the groups that "
-            "titanforge.optim.build_groups(model, options) returns"
-        )
+    groups = check_groups(model, rule)
     if options is not None:
         raise ValueError("forge.attach: options are of a rule alone; groups have theirs already")
     return groups
-
-
-def _check_axes(ranks: Ranks) -> None:
-    if (stages := ranks.mesh.get("pp", 1)) > 1:
-        raise ValueError(
-            f"forge.enable = true is not available with the {stages} ranks of the mesh axis pp: updates "
-            "happen inside backward, and several micro-batches are in flight: set it to false, or "
-            "parallelism.pipeline_parallel_degree = 1"
-        )
-    if ranks.reduce != "gradients" and ranks.mesh.get("dp_replicate", 1) > 1:
-        raise ValueError(
-            f'sync.reduce = "{ranks.reduce}" with forge.enable = true: fused replicas sum gradients, bucket '
-            'by bucket; set it to "gradients", or forge.enable = false'
-        )
 
 
 def build_forge_optimizer(
@@ -175,7 +134,7 @@ def preview(
 ) -> list[PlanLine]:
     """The plan alone, for a whole model on any device, also on meta."""
     ranks = ranks or Ranks()
-    _check_axes(ranks)
+    check_axes(ranks)
     groups, recipe = build_groups(model, options), build_recipe(options, training_dtype)
     covered = cover(model, None if ranks.several else probe_readers(model, probe))
     plans = _plan_weights(groups, recipe, covered, steps, plan, ranks)
@@ -208,4 +167,9 @@ def _plan_weights(
                 reduce="states" if ranks.reduce == "states" else "gradients",
             )
             plans[name] = planner(rule, covered[name].placement, ranks.mesh, schedule)
+            if not isinstance(plans[name], ParamPlan):
+                raise TypeError(
+                    f"forge.attach: planner must return a ParamPlan, and returned {shown(plans[name])} for "
+                    f"{name!r}"
+                )
     return plans

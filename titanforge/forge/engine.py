@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from titanforge.forge.clip import LaggedClip
 from titanforge.forge.coverage import Covered
 from titanforge.forge.head import HeadSink
-from titanforge.forge.hooked import ArrivalQueue, HookedSink, Ranks, consume, total_square
+from titanforge.forge.hooked import ArrivalQueue, HookedSink, consume, take_from_former, total_square
 from titanforge.forge.modules import FusedRead, fuse_module, restore_module
 from titanforge.forge.ops import register_sink
 from titanforge.forge.plan import Kind, ParamPlan, keeps_logits
+from titanforge.forge.ranks import Ranks
 from titanforge.forge.report import PlanLine, plan_report, unkept_logits
 from titanforge.forge.sinks import Clock, Hyper, Sink
 from titanforge.forge.tied import TiedSink
@@ -107,7 +108,6 @@ class ForgeOptimizer(RuleOptimizer):
                 if param_plan.deferred and isinstance(rule, StateGlobalRule) and not _gathers(rule, entry):
                     self._updates.add(entry, rule, hyper.table, sink)
                 if isinstance(sink, HookedSink):
-                    self._hook(sink, entry.param)
                     continue
                 handle = register_sink(sink)
                 if isinstance(sink, HeadSink):
@@ -122,11 +122,20 @@ class ForgeOptimizer(RuleOptimizer):
                     )
                     if self._keep_logits and keeps_logits(owner.placement.kind, param_plan):
                         keeping.add(id(module))
-        for module, kinds, handles in fused.values():
-            fuse_module(module, kinds, handles, id(module) in keeping)
-            self._modules.append(module)
+        try:
+            for module, kinds, handles in fused.values():
+                fuse_module(module, kinds, handles, id(module) in keeping)
+                self._modules.append(module)
+        except BaseException:
+            self.detach()
+            raise
+        for entry, _ in self._entries_with_family():  # last: a former optimizer loses its weights for good
+            self._hook(self._sinks.get(entry.name), entry.param)
 
-    def _hook(self, sink: HookedSink, param: nn.Parameter) -> None:
+    def _hook(self, sink: Sink | None, param: nn.Parameter) -> None:
+        if not isinstance(sink, HookedSink):
+            take_from_former(param)
+            return
         self._by_param[id(param)] = sink
         # Between replicas the sync policy hands over what it has reduced: see `take_reduced`.
         sink.hold(param, self._queue, listen="dp_replicate" not in sink.plan.reduce_axes)

@@ -7,52 +7,21 @@ reduction have added it all up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from titanforge.forge.ranks import Ranks
 from titanforge.forge.sinks import Sink, choose_scales
 from titanforge.optim.local_update import update_elementwise, update_layers, update_state_global
 from titanforge.optim.placement import local_tensor
 from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule
-
-
-def _sum_over(tensor: Tensor, group: ProcessGroup) -> None:
-    dist.all_reduce(tensor, group=group)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that share a model.
-
-    mesh: sizes of the mesh axes, as `plan` takes them. sum_over_data: sums a tensor in place over all ranks
-    that see other data. sum_over: sums one over a group. reduce: what replicas sum, `sync.reduce`.
-    """
-
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    sum_over_data: Callable[[Tensor], object] | None = None
-    sum_over: Callable[[Tensor, ProcessGroup], object] = _sum_over
-    reduce: str = "gradients"
-
-    @property
-    def several(self) -> bool:
-        """Whether there is more than one."""
-        return any(size > 1 for size in self.mesh.values())
-
-    def agree(self, flag: Tensor) -> Tensor:
-        """1 where the flag is 1 on every rank that sees other data; fp32 scalar."""
-        if self.sum_over_data is None or not self.several:
-            return flag
-        against = (flag == 0).to(torch.float32)
-        self.sum_over_data(against)
-        return (against == 0).to(flag.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +33,13 @@ class _Hold:
 
 _HOLDS = WeakTensorKeyDictionary()
 """By weight, the hold of the sink that was attached last: it refers to no weight, which may go."""
+
+
+def take_from_former(param: Tensor) -> None:
+    """No former optimizer's sink has the weight any more: it would take the gradients of the next one."""
+    former: _Hold | None = _HOLDS.pop(param, None)
+    if former is not None and former.hook is not None:
+        former.hook.remove()
 
 
 @dataclass(eq=False)
@@ -79,9 +55,7 @@ class HookedSink(Sink):
     def hold(self, param: nn.Parameter, queue: ArrivalQueue, listen: bool) -> None:
         """Take the weight, from a former optimizer's sink if there is one. listen: to its `.grad`."""
         self.param, self.queue = param, queue
-        former: _Hold | None = _HOLDS.get(param)
-        if former is not None and former.hook is not None:
-            former.hook.remove()
+        take_from_former(param)
         self._hold = _Hold(param.register_post_accumulate_grad_hook(self.arrived) if listen else None)
         _HOLDS[param] = self._hold
 

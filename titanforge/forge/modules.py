@@ -5,7 +5,8 @@ state dicts stay what they are, and blocks of one kind share compiled code.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,17 +28,18 @@ def fuse_module(
 
     kinds, handles: of its fused parameters, by attribute. keep_logits: of a head.
     """
-    for attribute, handle in handles.items():
-        read = getattr(module, attribute)
-        # What the module computes in: a mixed-precision class reads its weights as their cast.
-        setattr(module, f"_forge_{attribute}", handle)
-        setattr(module, f"_forge_{attribute}_data", module._parameters[attribute].detach())  # pyright: ignore
-        setattr(module, f"_forge_{attribute}_dtype", read.dtype)
     vectors = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "vector"))
     experts = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "experts"))
+    fused = _fused_class(type(module), kinds.get("weight"), vectors, experts)
+    # What the module computes in: a mixed-precision class reads its weights as their cast.
+    dtypes = {attribute: getattr(module, attribute).dtype for attribute in handles}
+    module.__class__ = fused  # first: a class that cannot be replaced says so here
+    for attribute, handle in handles.items():
+        setattr(module, f"_forge_{attribute}", handle)
+        setattr(module, f"_forge_{attribute}_data", module._parameters[attribute].detach())  # pyright: ignore
+        setattr(module, f"_forge_{attribute}_dtype", dtypes[attribute])
     if kinds.get("weight") in ("head", "tied"):
         module._forge_keep_logits = keep_logits  # pyright: ignore[reportArgumentType]
-    module.__class__ = _fused_class(type(module), kinds.get("weight"), vectors, experts)
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,25 @@ def restore_module(module: nn.Module) -> None:
     module.__class__ = type(module).__bases__[0]
     for name in [name for name in vars(module) if name.startswith("_forge_")]:
         delattr(module, name)
+
+
+@contextmanager
+def ordinary_forwards(model: nn.Module) -> Iterator[None]:
+    """A model without the fused forwards of a former optimizer; which come back if the block fails."""
+    former = [
+        (module, type(module), {name: held for name, held in vars(module).items() if name[:7] == "_forge_"})
+        for module in model.modules()
+        if is_fused(module)
+    ]
+    for module, _, _ in former:
+        restore_module(module)
+    try:
+        yield
+    except BaseException:
+        for module, fused, held in former:
+            module.__class__ = fused
+            vars(module).update(held)
+        raise
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from torch import nn
 from titanforge.optim.baseline import TorchOptimizer
 from titanforge.optim.batches import BATCH_BYTES
 from titanforge.optim.dion import Dion
-from titanforge.optim.dobb.hooks import install_hooks
+from titanforge.optim.dobb.hooks import find_readers, install_hooks
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.matrix_options import DionOptions, DobbOptions, MatrixOptions, MuonOptions
 from titanforge.optim.orthonormal import noise_bytes
@@ -100,7 +100,10 @@ def build_optimizer(
     groups = build_groups(model, options, partial=partial)
     recipe = build_recipe(options, training_dtype)
     if options.implementation == "native":
-        return RuleOptimizer(groups, recipe, seed=seed, captured=install_hooks(model, groups))
+        readers = find_readers(model, groups)
+        optimizer = RuleOptimizer(groups, recipe, seed=seed, captured=readers)
+        install_hooks(readers, groups)
+        return optimizer
     for key, value, only in (
         # torch.optim keeps states in the weights' dtype: the default is not read.
         ("state_dtype", options.state_dtype, ("float32", training_dtype)),

@@ -47,7 +47,8 @@ class RuleOptimizer:
 
     groups: every trainable parameter once (see `build_param_groups`).
     recipe: how states and weights are stored.
-    captured: for Dobb, from `install_hooks`: who reads its weights. Without it bases stay the identity.
+    captured: for Dobb, from `find_readers`: who reads its weights, and has or gets hooks by `install_hooks`.
+        Without it bases stay the identity.
     seed: of stochastic rounding; the bits depend on it, the step, the parameter's name and the coordinate.
     splits_steps: whether `accumulate_step` and `finish_step` may take the place of `step`.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Mapping
 
 from torch import nn
@@ -44,12 +45,12 @@ def groups_of_rule(
     options: of this rule: lr (peak), weight_decay, and those in its `option_names`; what is not stated is
         that of `DEFAULT_OPTIONS`. A rule carries none of these numbers (`build_rule`'s momentum decides its
         form alone). Norms, biases and embeddings get no weight decay.
-    Raises TypeError where `rule` is no rule, ValueError for an option that the rule has not, for a value out
-    of range, and for a model with nothing to train.
+    Raises TypeError where `rule` is no rule or a value no number, ValueError for an option that the rule has
+    not, for a value out of range, and for a model with nothing to train.
     """
     if not isinstance(rule, UpdateRule):
         raise TypeError(f"an update rule is wanted, {not_a_rule(rule)}")
-    values = {**DEFAULT_OPTIONS, **_checked(rule, options or {})}
+    values = {**DEFAULT_OPTIONS, **_checked(rule, {} if options is None else options)}
     scalar = None
     if rule.matrix_only:
         beside = {**DEFAULT_OPTIONS, "lr": values["lr"], "weight_decay": SCALAR_WEIGHT_DECAY}
@@ -78,13 +79,17 @@ def _kind(given: object) -> str:
 
 def _checked(rule: UpdateRule, options: Mapping[str, float]) -> dict[str, float]:
     valid = ("lr", "weight_decay", *rule.option_names)
+    if not isinstance(options, Mapping):
+        raise TypeError(f'options must be a mapping such as {{"lr": 3e-4}}, not {_kind(options)}')
     for name, value in options.items():
         if name not in valid:
             near = difflib.get_close_matches(str(name), valid, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"options[{name!r}]: {rule.name} has none; {hint}it has {', '.join(valid)}")
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"options[{name!r}] must be a number, not {_kind(value)}: {value!r}")
         upper = 1.0 if name in _BELOW_ONE else float("inf")
         if not 0 <= value < upper:
-            below = " and below 1" if upper == 1 else ""
-            raise ValueError(f"options[{name!r}] must be at least 0{below}, not {value}")
+            below = "below 1" if upper == 1 else "finite"
+            raise ValueError(f"options[{name!r}] must be at least 0 and {below}, not {value}")
     return {name: float(value) for name, value in options.items()}

@@ -30,7 +30,7 @@ def build_capture(
 ) -> BasisKeeper | None:
     """What keeps the bases of an optimizer's weights under Dobb, or None without such (or without hooks).
 
-    readers: from `install_hooks`. entries: of all weights, with auxiliary states `statistic` and `basis`.
+    readers: from `find_readers`. entries: of all weights, with auxiliary states `statistic` and `basis`.
     """
     rules = {name: group.rule for group in groups for name in group.names if isinstance(group.rule, Dobb)}
     if not rules:

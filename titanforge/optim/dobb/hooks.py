@@ -5,7 +5,7 @@ gradients (side G): in place, with nothing retained (Dobb, appendix B).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,11 +222,10 @@ class Reader:
             then()
 
 
-def install_hooks(model: nn.Module, groups: Sequence[ParamGroupSpec]) -> dict[str, Reader]:
-    """Put Dobb's hooks, idle as yet, on the linears and experts that read weights under Dobb; before anything
-    is compiled or run. Returns who reads what, by weight name.
+def find_readers(model: nn.Module, groups: Sequence[ParamGroupSpec]) -> dict[str, Reader]:
+    """The linears and experts that read weights under Dobb, by weight name; `install_hooks` changes them.
 
-    Experts are modules with `grouped_weights`, read by their `product(x, weight, ends)`. Nothing is hooked
+    Experts are modules with `grouped_weights`, read by their `product(x, weight, ends)`. Nobody is wanted
     where statistics come from gradients. Raises ValueError for a weight that neither reads.
     """
     readers: dict[str, Reader] = {}
@@ -250,8 +249,15 @@ def install_hooks(model: nn.Module, groups: Sequence[ParamGroupSpec]) -> dict[st
                     'optimizer.dobb.source = "gradient"'
                 )
             found[name] = readers[name]
-            _hook(readers[name], group.rule.dobb.side)
     return found
+
+
+def install_hooks(readers: Mapping[str, Reader], groups: Sequence[ParamGroupSpec]) -> None:
+    """Put Dobb's hooks, idle as yet, on what `find_readers` has found; before anything is compiled or run."""
+    for group in groups:
+        for name in group.names:
+            if isinstance(group.rule, Dobb) and name in readers:
+                _hook(readers[name], group.rule.dobb.side)
 
 
 def _hook(reader: Reader, side: str) -> None:

@@ -70,6 +70,7 @@ def on_two_ranks(rank: int, world_size: int) -> None:
     for layout in (Layout(dp_replicate=2), Layout(dp_shard=2), Layout(tp=2)):
         bad_loss_on_one_rank(world, layout)
         gradients_are_gone(world, layout)
+        replaced_weight(world, layout)
     unreached_weight(world)
 
 
@@ -121,6 +122,20 @@ def gradients_are_gone(world: World, layout: Layout) -> None:
     assert len(consumed) == len(set(consumed)) == len(weights)
     assert max(alive) < len(weights) / 2
     assert all(param.grad is None for param in weights)
+    run.close()
+
+
+def replaced_weight(world: World, layout: Layout) -> None:
+    """The module would train on without the optimizer, which still has the former weight."""
+    run = Run(world, job(world, layout), fused)
+    run.train(0, 1)
+    tokens, labels = batch(world, run.config, 1)
+    with torch.no_grad():  # FSDP leaves gathered what no backward follows
+        run.model(tokens[:2], None, None, labels[:2])
+    run.step(1)
+    run.model.load_state_dict({k: v.clone() for k, v in run.model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match=r"was replaced .*: attach again"):
+        run.step(2)
     run.close()
 
 

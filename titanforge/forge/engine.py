@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from titanforge.forge.clip import LaggedClip
 from titanforge.forge.coverage import Covered
@@ -130,15 +131,15 @@ class ForgeOptimizer(RuleOptimizer):
             self.detach()
             raise
         for entry, _ in self._entries_with_family():  # last: a former optimizer loses its weights for good
-            self._hook(self._sinks.get(entry.name), entry.param)
+            self._hook(self._sinks.get(entry.name), covered[entry.name])
 
-    def _hook(self, sink: Sink | None, param: nn.Parameter) -> None:
+    def _hook(self, sink: Sink | None, owner: Covered) -> None:
         if not isinstance(sink, HookedSink):
-            take_from_former(param)
+            take_from_former(owner.param)
             return
-        self._by_param[id(param)] = sink
+        self._by_param[id(owner.param)] = sink
         # Between replicas the sync policy hands over what it has reduced: see `take_reduced`.
-        sink.hold(param, self._queue, listen="dp_replicate" not in sink.plan.reduce_axes)
+        sink.hold(owner, self._queue, listen="dp_replicate" not in sink.plan.reduce_axes)
 
     def takes(self, param: Tensor) -> bool:
         """Whether `take_reduced` consumes this weight's gradient."""
@@ -198,6 +199,10 @@ class ForgeOptimizer(RuleOptimizer):
                 f"the plan is for {self._micro_batches} micro-batches a step, not {num_micro_batches}: "
                 "attach again"
             )
+        if not all(sink.in_place for sink in self._by_param.values()):
+            for module in self._model.modules():  # gathered in a forward that had no backward
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         for fused in (*self._read, *self._by_param.values()):
             fused.check()
         super().begin_step(num_micro_batches)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from titanforge.forge.coverage import Covered
 from titanforge.forge.ranks import Ranks
 from titanforge.forge.sinks import Sink, choose_scales
 from titanforge.optim.local_update import update_elementwise, update_layers, update_state_global
@@ -51,10 +52,13 @@ class HookedSink(Sink):
     param: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.empty(0)))
     queue: ArrivalQueue | None = None
     _hold: _Hold | None = None
+    _owners: Sequence[tuple[nn.Module, str]] = ()
 
-    def hold(self, param: nn.Parameter, queue: ArrivalQueue, listen: bool) -> None:
+    def hold(self, owner: Covered, queue: ArrivalQueue, listen: bool) -> None:
         """Take the weight, from a former optimizer's sink if there is one. listen: to its `.grad`."""
+        param = owner.param
         self.param, self.queue = param, queue
+        self._owners = [(module, owner.attribute) for module, _ in owner.readers()]
         take_from_former(param)
         self._hold = _Hold(param.register_post_accumulate_grad_hook(self.arrived) if listen else None)
         _HOLDS[param] = self._hold
@@ -66,9 +70,16 @@ class HookedSink(Sink):
                 self._hold.hook.remove()
             del _HOLDS[self.param]
 
+    @property
+    def in_place(self) -> bool:
+        """Whether its modules have it; not while FSDP has them hold the gathered weight."""
+        return all(module._parameters.get(attribute) is self.param for module, attribute in self._owners)
+
     def check(self) -> None:
         """Raises RuntimeError if the weight is another optimizer's by now, or gets no gradient any more."""
-        if _HOLDS.get(self.param) is not self._hold:
+        if not self.in_place:
+            what = "was replaced (load_state_dict with assign = True?) after it was attached"
+        elif _HOLDS.get(self.param) is not self._hold:
             what = "has another optimizer by now"
         elif not self.param.requires_grad:
             what = "was frozen after it was attached"

@@ -53,7 +53,16 @@ def apply_context_parallel(
 
     With labels a call returns the sum of the losses of this rank's tokens; with ``logits_at`` the logits, on
     every rank. Whole sequences must be multiples of ``sequence_pieces``.
+
+    Raises ValueError for a block whose attention would not look across the ranks.
     """
+    for name, block in model.get_submodule("layers").named_children():
+        if not hasattr(getattr(block, "attention", None), "attend"):
+            raise ValueError(
+                f"{KEY} = {mesh.size()}: layers.{name} has no attention that calls its `attend`, as those of"
+                " titanforge.models.layers do, and a token would see those of its own rank alone: give it"
+                " one, or set the degree to 1."
+            )
     group, shares = mesh.get_group(), Shares(mesh, method == "ring", traffic)
     if method == "ring":
         model.build_mask = shares.documents  # pyright: ignore

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from titanforge.parallelisms.pipeline_stages import PipelinePlan
+from titanforge.parallelisms.pipeline_stages import DEGREE, PipelinePlan
 from titanforge.parallelisms.sequence import arguments, pad_call
 from titanforge.parallelisms.traffic import Traffic, silent
 
@@ -34,7 +34,16 @@ def split_model(model: nn.Module, plan: PipelinePlan, rank: int) -> list[nn.Modu
 
     A single stage is ``model`` itself. Several are views of it: modules of its class that share its blocks,
     buffers and arguments, so that what is done to the blocks of ``model`` is done to theirs.
+
+    Raises ValueError for weights outside of the modules that stages are made of.
     """
+    dealt = {"layers", *(attribute for attributes in _ENDS.values() for attribute in attributes)}
+    for name, _ in model.named_parameters():
+        if name.partition(".")[0] not in dealt:
+            raise ValueError(
+                f"{DEGREE} = {plan.ranks}: {name} belongs to no stage, and each would train a copy: weights"
+                f" are in {', '.join(sorted(dealt))}; set the degree to 1, or move it there."
+            )
     stages = [plan.stages[stage] for stage in plan.stages_of(rank)]
     _keep(model, [name for stage in stages for name in stage])
     if len(stages) == 1:

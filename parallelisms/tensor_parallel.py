@@ -67,8 +67,12 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, traffic: Traffic =
     Its sequences must be whole multiples of the ranks (see ``pad_sequences``). Afterwards, and after the
     weights were given memory, call ``complete_gradients``. ``traffic`` is told of the collectives that are
     issued here but for those of activations between blocks and of norms' gradients.
+
+    Raises ValueError for a module whose forward would not be run, and for weights that no rank would know its
+    part of: both are of a model that names its modules otherwise, or has others.
     """
     embedding, head = getattr(model, "tok_embeddings", None), getattr(model, "output", None)
+    _check_modules(model, mesh.size())
     tied = embedding is not None and head is not None and embedding.weight is head.weight
     sharers = Sharers(mesh.size(), mesh.get_local_rank(), name_group(mesh.get_group(), traffic))
     for block in model.get_submodule("layers").children():
@@ -91,6 +95,55 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, traffic: Traffic =
         else:
             _distribute(head, mesh, Shard(0))
         head.vocabulary = VocabularySplit(mesh, head.out_features, traffic)
+
+
+def _check_modules(model: nn.Module, degree: int) -> None:
+    """Whether ranks can run each module of ``model`` on their parts of its weights."""
+    ends = {name: Part(Shard(0), None, nn.Embedding) for name in ("tok_embeddings", "pos_embeddings")}
+    known = ends | {"norm": _FINAL_NORM, "output": Part(Shard(0), None)}
+    for name, block in model.get_submodule("layers").named_children():
+        parts = _BLOCK
+        if _has(block, "feed_forward.experts"):
+            parts = _BLOCK | _EXPERTS | {"feed_forward.experts": Part(Shard(0), None)}
+        known |= {f"layers.{name}.{inner}": part for inner, part in parts.items()}
+    for name, part in known.items():
+        if part.stock is not None and _has(model, name):
+            module = model.get_submodule(name)
+            if why := _differs(module, part.stock):
+                raise ValueError(
+                    f"{KEY} = {degree}: {name} ({type(module).__name__}) {why}. Ranks that hold parts of its"
+                    f" weights would compute what torch.nn.{part.stock.__name__} does: use that, and do the"
+                    " rest in a module around it, or set the degree to 1."
+                )
+    if _has(model, "output") and not hasattr(model.output, "vocabulary"):
+        raise ValueError(
+            f"{KEY} = {degree}: output is a {type(model.output).__name__}, which takes the loss of a whole"
+            " vocabulary: use titanforge.models.layers.OutputHead, or set the degree to 1."
+        )
+    for name, _ in model.named_parameters():
+        holder = known.get(name.rpartition(".")[0])
+        if holder is None or holder.placement is None:
+            raise ValueError(
+                f"{KEY} = {degree}: {name} belongs to no module that ranks know how to share, and would come"
+                " apart on them: give modules the names of titanforge.models.layers, or set the degree to 1."
+            )
+
+
+def _differs(module: nn.Module, stock: type[nn.Module]) -> str:
+    """In which way a module may do something else than its stock class, in words; empty: in none."""
+    if stock is nn.RMSNorm and isinstance(module, nn.LayerNorm):
+        stock = nn.LayerNorm
+    if not isinstance(module, stock):
+        return f"is no torch.nn.{stock.__name__}"
+    if type(module).forward is not stock.forward or "forward" in vars(module):
+        return "has a forward of its own"
+    if isinstance(module, nn.Embedding):
+        for option, plain in (("padding_idx", None), ("max_norm", None), ("scale_grad_by_freq", False)):
+            if getattr(module, option) is not plain:
+                return f"has {option}"
+    if module._parameters.get("weight") is None and stock is not nn.RMSNorm:
+        return "works out its weight"
+    return ""
 
 
 def tensor_rank_weights(model: nn.Module, degree: int) -> int:
@@ -154,11 +207,13 @@ class Part(NamedTuple):
     """How ranks share a module.
 
     placement: of its own weights; None: it has none. behaviour: given its class, the forward of the subclass
-    that it gets; None: as it is.
+    that it gets; None: as it is. stock: the class that this computes as; None: it runs the module's own
+    forward.
     """
 
     placement: Shard | Replicate | None
     behaviour: Callable[[Any], Callable[..., torch.Tensor]] | None
+    stock: type[nn.Module] | None = None
 
 
 def _split(module: nn.Module, part: Part, mesh: DeviceMesh, sharers: Sharers) -> None:
@@ -338,9 +393,9 @@ def _look_up_own_positions(module: nn.Module, mesh: DeviceMesh) -> None:
     module.forward = forward
 
 
-_COLUMNS, _FUSED_COLUMNS = Part(Shard(0), _linear), Part(Shard(0), _exchanges_rows)
-_ROWS = Part(Shard(1), _scatters_output)
-_NORM, _FINAL_NORM = Part(Replicate(), _norm), Part(Replicate(), _gathers_output)
+_COLUMNS, _FUSED_COLUMNS = Part(Shard(0), _linear, nn.Linear), Part(Shard(0), _exchanges_rows, nn.Linear)
+_ROWS = Part(Shard(1), _scatters_output, nn.Linear)
+_NORM, _FINAL_NORM = Part(Replicate(), _norm, nn.RMSNorm), Part(Replicate(), _gathers_output, nn.RMSNorm)
 _GATHERS = Part(None, _gathers_input)
 
 _BLOCK: dict[str, Part] = {
@@ -363,7 +418,7 @@ _BLOCK: dict[str, Part] = {
 # Experts take each rank's tokens as they are: who has which experts is another axis's matter.
 _EXPERTS: dict[str, Part] = {
     "feed_forward": Part(None, None),
-    "feed_forward.router": Part(Replicate(), _linear),
+    "feed_forward.router": Part(Replicate(), _linear, nn.Linear),
 }
 
 _COLUMN_LINEARS = tuple(name for name, part in _BLOCK.items() if part in (_COLUMNS, _FUSED_COLUMNS))

@@ -80,7 +80,7 @@ def random_checks(forms: Sequence[str]) -> list[Check]:
 
 def group(shape: tuple[int, ...]) -> int:
     """Rows of tiles that `auto` walks at a time in pp2."""
-    return 8 if shape[1] > 8192 else 1
+    return 8 if shape[-1] > 8192 else 1
 
 
 def random_timings(forms: Sequence[str]) -> list[Timing]:

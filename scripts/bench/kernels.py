@@ -243,6 +243,10 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=8, help="checks of forms at a time")
     arguments = parser.parse_args()
+    sets = ("default", "random", "experts") if arguments.forms else ("default", "quick", "full", "random")
+    if arguments.set not in sets:
+        beside = "with" if arguments.forms else "without"
+        parser.error(f"--set {arguments.set} is not there {beside} --forms: take one of {', '.join(sets)}")
     if not torch.cuda.is_available():
         raise SystemExit("scripts/bench/kernels.py measures a GPU, and there is none here")
     if arguments.forms:

@@ -1,5 +1,5 @@
-"""Part `fused` of `scripts/bench/matrix.py`: whole steps of Muon, ordinary and inside of backward, weighed
-and timed at Qwen3-8B's shape.
+"""Part `fused` of `scripts/bench/matrix.py`: whole steps of rules of matrices, ordinary and inside of
+backward, weighed and timed at Qwen3-8B's shape.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from scripts.bench.matrix_steps import Marks
 from scripts.bench.ours import Forge, Native, TrainStep, build_shape
 from scripts.bench.synthetic import token_pool
 from titanforge.config.sections import Optimizer
-from titanforge.forge import Steps, attach
+from titanforge.forge import attach
 from titanforge.optim.build import build_groups, build_recipe
 
 ARMS = ("ordinary", "fused, U after backward", "fused, U in backward")
 
 
 def fused(args: argparse.Namespace, left: Callable[[], float]) -> list[dict[str, Any]]:
-    """Peak memory of whole steps after the first two, and their time. The paper (another card): Muon 48.69 ->
-    37.92 GiB.
+    """Peak memory of whole steps after the first two, and their time. The FORGE paper (another card) has Muon
+    at 48.69 and 37.92 GiB.
     """
     rows: list[dict[str, Any]] = []
     length = 64 if args.tiny else 512
@@ -55,16 +55,14 @@ def _weigh(args: argparse.Namespace, name: str, arm: str, length: int) -> dict[s
         update: Any = Native(model, config=config, max_norm=0.0)
     else:
         tokens = torch.arange(8, device=args.device)[None]
-        update = object.__new__(Forge)
-        update.optimizer = attach(
+        optimizer = attach(
             model,
             build_groups(model, config),
             build_recipe(config, "bfloat16"),
             probe=lambda: model(tokens, None, None, tokens),
-            steps=Steps(),
             update_in_backward=arm.endswith("in backward"),
         )
-        update.optimizer.set_lr(1.0)
+        update = Forge.of(optimizer)
     step, pool = TrainStep(model, update), token_pool(model.args.vocab_size, 1, length, device=args.device)
     losses = [float(step(*pool[0])) for _ in range(2)]
     if on_gpu:

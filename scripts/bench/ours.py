@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titanforge.captured import CapturedStep, CudaGraph
 from titanforge.config.sections import Optimizer as OptimizerConfig
-from titanforge.forge import Steps, build_forge_optimizer
+from titanforge.forge import ForgeOptimizer, Steps, build_forge_optimizer
 from titanforge.kernels.forms import select_form
 from titanforge.models.initialization import initialize_weights
 from titanforge.models.registry import build_model
@@ -199,13 +199,25 @@ class Forge(Native):
         if max_norm > 0:
             raise ValueError("the fused arms are timed without clipping: --max-norm 0")
         tokens = torch.arange(8, device=next(model.parameters()).device)[None]
-        self.optimizer = build_forge_optimizer(
-            model,
-            config,
-            "bfloat16",
-            probe=lambda: model(tokens, None, None, tokens),
-            steps=Steps(keep_logits=keep_logits),
+        self._own(
+            build_forge_optimizer(
+                model,
+                config,
+                "bfloat16",
+                probe=lambda: model(tokens, None, None, tokens),
+                steps=Steps(keep_logits=keep_logits),
+            )
         )
+
+    @classmethod
+    def of(cls, optimizer: ForgeOptimizer) -> Forge:
+        """An optimizer that is attached already."""
+        made = object.__new__(cls)
+        made._own(optimizer)
+        return made
+
+    def _own(self, optimizer: ForgeOptimizer) -> None:
+        self.optimizer = optimizer
         self.optimizer.set_lr(1.0)
 
     def before_backward(self, loss: Tensor) -> None:

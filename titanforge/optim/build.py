@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from torch import nn
 
 from titanforge.optim.baseline import TorchOptimizer
-from titanforge.optim.batches import BATCH_BYTES
 from titanforge.optim.dion import Dion
 from titanforge.optim.dobb.hooks import find_readers, install_hooks
 from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.matrix import MatrixRule
 from titanforge.optim.matrix_options import DionOptions, DobbOptions, MatrixOptions, MuonOptions
 from titanforge.optim.orthonormal import noise_bytes
 from titanforge.optim.param_groups import (
@@ -260,14 +260,13 @@ def update_bytes(groups: Sequence[ParamGroupSpec], taken_with: Callable[[str], s
     peak, noise = 0, {}
     for group in groups:
         rule = group.rule
-        if not rule.matrix_only:
+        if not isinstance(rule, MatrixRule):
             continue
         alike = Counter((taken_with(name), param.shape) for name, param in zip(group.names, group.params))
         for name, param in zip(group.names, group.params):
             rows, columns = param.shape[-2] // group.parts.get(name, 1), param.shape[-1]
             count = alike[taken_with(name), param.shape] if param.dim() == 2 else 1
-            most = getattr(rule, "batch_bytes", BATCH_BYTES)
-            together = param.numel() * max(1, min(count, most // (4 * param.numel())))
+            together = param.numel() * max(1, min(count, rule.batch_bytes // (4 * param.numel())))
             gram = together // max(rows, columns) * min(rows, columns)
             own = 4 * (together + gram) if rule.name in ("muon", "scion") else 8 * 4 * param.numel()
             if isinstance(rule, Dion):

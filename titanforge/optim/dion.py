@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from titanforge.optim.accounting import dion_rank
 from titanforge.optim.batches import BATCH_BYTES, Batch
 from titanforge.optim.low_rank_in_place import low_rank_update
 from titanforge.optim.matrix import MatrixRule, unit_columns
@@ -44,7 +45,7 @@ class Dion(MatrixRule):
 
     def rank(self, rows: int, columns: int) -> int:
         """r of an m x n matrix."""
-        return max(1, math.floor(self.options.dion.rank_fraction * min(rows, columns)))
+        return dion_rank(rows, columns, self.options.dion.rank_fraction)
 
     def auxiliary_slots(self, shape: torch.Size, parts: int = 1) -> tuple[AuxiliarySlot, ...]:
         leading = shape[:-2] if parts == 1 else torch.Size((parts,))

@@ -121,36 +121,35 @@ def new_family(groups: Sequence[ParamGroupSpec], recipe: Recipe) -> Family:
 
     Raises ValueError for a weight whose shards the rule cannot update, and for states it cannot store so.
     """
-    rule, entries = groups[0].rule, []
-    for row, group in enumerate(groups):
-        for name, param in zip(group.names, group.params):
-            parts = group.parts.get(name, 1)
-            refuse_sharded(rule, name, param, parts)
-            states = [
-                new_state(param, slot, recipe.state_codec_for(rule, slot, param))
-                for slot in rule.slots_for(param.shape)
-            ]
-            master = param.detach().float() if recipe.needs_master(param) else None
-            codec = recipe.weight_codec_for(rule, param)
-            auxiliary = new_auxiliary(rule, name, param, parts)
-            matrix, factored = None, False
-            if rule.matrix_only:
-                matrix = (param.shape[-2] // parts, param.shape[-1])
-                factored = not is_cut(param, rule.u_dims) and pays(rule, *matrix)
-                parts = parts if rule.whole_parts else 1
-            entries.append(
-                Entry(
-                    name,
-                    param,
-                    states,
-                    master,
-                    codec,
-                    tensor_id(name),
-                    row,
-                    auxiliary,
-                    parts,
-                    matrix,
-                    factored,
-                )
-            )
+    rule = groups[0].rule
+    entries = [
+        _new_entry(rule, name, param, group.parts.get(name, 1), row, recipe)
+        for row, group in enumerate(groups)
+        for name, param in zip(group.names, group.params)
+    ]
     return Family(rule, list(groups), entries)
+
+
+def _new_entry(
+    rule: UpdateRule, name: str, param: nn.Parameter, parts: int, row: int, recipe: Recipe
+) -> Entry:
+    refuse_sharded(rule, name, param, parts)
+    entry = Entry(
+        name,
+        param,
+        states=[
+            new_state(param, slot, recipe.state_codec_for(rule, slot, param))
+            for slot in rule.slots_for(param.shape)
+        ],
+        master=param.detach().float() if recipe.needs_master(param) else None,
+        codec=recipe.weight_codec_for(rule, param),
+        tensor_id=tensor_id(name),
+        hyper_row=row,
+        auxiliary=new_auxiliary(rule, name, param, parts),
+        parts=parts,
+    )
+    if rule.matrix_only:
+        entry.matrix = (param.shape[-2] // parts, param.shape[-1])
+        entry.factored = not is_cut(param, rule.u_dims) and pays(rule, *entry.matrix)
+        entry.parts = parts if rule.whole_parts else 1
+    return entry

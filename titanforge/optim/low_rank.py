@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from titanforge.optim.dion import Dion
-from titanforge.optim.local_update import LocalWeight, write_copies
+from titanforge.optim.entries import Entry
+from titanforge.optim.local_update import write_copies
 from titanforge.optim.matrix import MatrixRule
 from titanforge.optim.orthonormal import orthonormal
-from titanforge.optim.placement import local_tensor, sharded_dim
+from titanforge.optim.placement import from_parts, local_tensor, sharded_dim
 from titanforge.optim.rule import select
 
 _BATCH_BYTES = 256 * 2**20
@@ -28,20 +28,9 @@ _BATCH_BYTES = 256 * 2**20
 Record = Callable[[str, int], None]
 
 
-class ShardedWeight(Protocol):
-    """What of an engine's entry is needed here."""
-
-    param: nn.Parameter
-
-    @property
-    def momentum(self) -> Tensor: ...
-
-    def item(self) -> LocalWeight: ...
-
-
-def same_shape(weights: Sequence[ShardedWeight]) -> Iterator[list[ShardedWeight]]:
+def same_shape(weights: Sequence[Entry]) -> Iterator[list[Entry]]:
     """Runs of weights of one shape and cut, in one order on all ranks."""
-    groups: dict[tuple, list[ShardedWeight]] = defaultdict(list)
+    groups: dict[tuple, list[Entry]] = defaultdict(list)
     for weight in weights:
         param = weight.param
         assert isinstance(param, DTensor)
@@ -117,16 +106,7 @@ class Cut:
     def _whole(self, own: Tensor, placements: dict[int, Placement], shape: tuple[int, ...]) -> Tensor:
         """placements: of the product, by the dim of the weight that a mesh axis cuts."""
         of_axes = [placements.get(_dim(placement), Replicate()) for placement in self.param.placements]
-        strides = torch.empty(shape, device="meta").stride()
-        spread = DTensor.from_local(
-            own.contiguous(),
-            self.param.device_mesh,
-            of_axes,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=strides,
-        )
-        return spread.full_tensor()
+        return from_parts(own.contiguous(), self.param.device_mesh, of_axes, shape).full_tensor()
 
 
 def _dim(placement: Placement) -> int:
@@ -134,7 +114,7 @@ def _dim(placement: Placement) -> int:
     return -1 if dim is None else dim
 
 
-def exchange_factors(rule: Dion, weights: Sequence[ShardedWeight], h: Tensor, record: Record | None) -> None:
+def exchange_factors(rule: Dion, weights: Sequence[Entry], h: Tensor, record: Record | None) -> None:
     """U of Dion, after A has run on the shards; weights of one shape, for which `Cut.possible`."""
     items = [weight.item() for weight in weights]
     cut = Cut.of(weights[0].param, items[0].parts)
@@ -164,9 +144,7 @@ def exchange_factors(rule: Dion, weights: Sequence[ShardedWeight], h: Tensor, re
     write_copies(items)
 
 
-def exchange_row_norms(
-    rule: MatrixRule, weights: Sequence[ShardedWeight], h: Tensor, record: Record | None
-) -> None:
+def exchange_row_norms(rule: MatrixRule, weights: Sequence[Entry], h: Tensor, record: Record | None) -> None:
     """U of RMNP where rows are cut; weights of one shape."""
     items = [weight.item() for weight in weights]
     param = weights[0].param

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -84,9 +85,7 @@ def cut_like(param: Tensor, tensor: Tensor, slot: AuxiliarySlot) -> Tensor:
     mesh = param.device_mesh
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     local = tensor[tuple(slice(start, start + size) for start, size in zip(offset, shape))].clone()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return from_parts(local, mesh, placements, tensor.shape)
 
 
 def _along(placement: Placement, dim: int) -> Placement:
@@ -96,12 +95,19 @@ def _along(placement: Placement, dim: int) -> Placement:
     return Shard(dim)
 
 
-def distributed_like(param: Tensor, local: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
+def distributed_like(param: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
     """A DTensor of the global `shape` with the parameter's placements around `local`; or `local` itself."""
     if not isinstance(param, DTensor):
         return local
+    return from_parts(local, param.device_mesh, param.placements, shape)
+
+
+def from_parts(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """The DTensor of the global `shape`, contiguous, of which `local` is this rank's part. Nothing is sent,
+    so parts may be uneven or empty.
+    """
     shape = torch.Size(shape)
     strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=strides
-    )
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)

@@ -11,21 +11,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanforge.kernels.codecs import as_encoded
 from titanforge.optim.dion import Dion
+from titanforge.optim.entries import Entry
 from titanforge.optim.local_update import LocalWeight, update_state_global, write_copies
-from titanforge.optim.low_rank import Cut, ShardedWeight, exchange_factors, exchange_row_norms, same_shape
+from titanforge.optim.low_rank import Cut, exchange_factors, exchange_row_norms, same_shape
 from titanforge.optim.matrix import RMNP
-from titanforge.optim.placement import local_tensor, sharded_dim
+from titanforge.optim.placement import from_parts, local_tensor, sharded_dim
 from titanforge.optim.rule import StateGlobalRule, select
 
 
 def update_sharded(
     rule: StateGlobalRule,
-    weights: Sequence[ShardedWeight],
+    weights: Sequence[Entry],
     h: Tensor,
     record: Callable[[str, int], None] | None = None,
 ) -> None:
@@ -43,7 +44,7 @@ def update_sharded(
 
 def _update_batch(
     rule: StateGlobalRule,
-    weights: Sequence[ShardedWeight],
+    weights: Sequence[Entry],
     h: Tensor,
     record: Callable[[str, int], None] | None,
 ) -> None:
@@ -91,7 +92,7 @@ def _gather(tensors: Sequence[Tensor], record: Callable[[str, int], None] | None
     if all(type(placement) in (Shard, Replicate) for placement in first.placements):
         stacked = torch.stack([local_tensor(tensor) for tensor in tensors])
         placements = [Shard(p.dim + 1) if isinstance(p, Shard) else Replicate() for p in first.placements]
-        spread = _spread(stacked, first, placements, (len(tensors), *first.shape))
+        spread = from_parts(stacked, first.device_mesh, placements, (len(tensors), *first.shape))
         gathered = list(_whole_matrices(spread).unbind(0))
     else:  # cut along one dim by two axes, as FSDP does to what the tensor axis has cut
         gathered = [_whole_matrices(tensor) for tensor in tensors]
@@ -106,13 +107,6 @@ def _whole_matrices(tensor: Tensor) -> Tensor:
     matrix = (tensor.dim() - 2, tensor.dim() - 1)
     kept = [Replicate() if sharded_dim(p) in matrix else p for p in tensor.placements]
     return tensor.redistribute(tensor.device_mesh, kept).to_local()
-
-
-def _spread(local: Tensor, like: DTensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
-    )
 
 
 def _local_part(full: Tensor, like: Tensor) -> Tensor:

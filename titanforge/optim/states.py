@@ -177,8 +177,7 @@ def new_state(param: nn.Parameter, slot: StateSlot, codec: Codec) -> StoredState
     leading = param.shape[:-1] if param.dim() <= 3 else param.shape[:1]
     local_leading = local.shape[:-1] if local.dim() <= 3 else local.shape[:1]
     if isinstance(param, DTensor) and any(
-        placement.is_shard() and placement.dim >= len(leading)  # pyright: ignore[reportAttributeAccessIssue]
-        for placement in param.placements
+        (dim := sharded_dim(placement)) is not None and dim >= len(leading) for placement in param.placements
     ):
         raise ValueError(
             'optimizer.state_dtype = "int8" has blocks along the input axis, along which a weight is '

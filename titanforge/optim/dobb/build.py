@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -13,16 +12,9 @@ from titanforge.optim.dobb.gram import GramKeeper
 from titanforge.optim.dobb.hooks import Reader
 from titanforge.optim.dobb.reduction import Captured
 from titanforge.optim.dobb.rule import Dobb
+from titanforge.optim.entries import Entry
 from titanforge.optim.param_groups import ParamGroupSpec
-from titanforge.optim.placement import is_anothers, sharded_dim
-
-
-class Entry(Protocol):
-    """What of an engine's entry is needed here."""
-
-    name: str
-    param: nn.Parameter
-    auxiliary: dict[str, Tensor]
+from titanforge.optim.placement import is_anothers, local_tensor, sharded_dim
 
 
 def build_capture(
@@ -77,11 +69,10 @@ def _captured(entry: Entry, reader: Reader) -> Captured:
 
 
 def _flat(state: Tensor) -> Tensor:
-    local = state.to_local() if isinstance(state, DTensor) else state
+    local = local_tensor(state)
     return local.view(local.shape[:-2].numel(), *local.shape[-2:])  # none at all on some ranks
 
 
 def _matrices(entry: Entry) -> int:
-    basis = entry.auxiliary["basis"]
-    local = basis.to_local() if isinstance(basis, DTensor) else basis
-    return local.shape[0] if local.dim() > 3 else 1
+    basis = local_tensor(entry.auxiliary["basis"])
+    return basis.shape[0] if basis.dim() > 3 else 1

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from titanforge.parallelisms.flight_recorder import FlightRecorder
-from titanforge.parallelisms.peers import PeerWatch
+from titanforge.parallelisms.peers import PeerWatch, Progress
 
 # One slow file system must not look like a hung rank: writing and verifying terabytes takes a while.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
@@ -54,8 +54,8 @@ class Runtime:
         device: where this process computes.
         control_group, checkpoint_group: gloo groups over all ranks (see the module's docstring).
         record: is told of each agreement: axis, purpose, payload in bytes, number of collectives.
-        where: collectives issued so far, and step and latest collective in words; for other ranks, if this
-            one fails or hangs.
+        where: how far this rank is, and the same in words with the latest collective; for other ranks, if
+            this one fails or hangs.
         recorder, watch: for that case, too; no watch for a single rank.
     """
 
@@ -67,7 +67,7 @@ class Runtime:
     checkpoint_group: ProcessGroup
     train_timeout: timedelta
     record: Callable[[str, str, int, int], object] | None = None
-    where: Callable[[], tuple[int, str]] = lambda: (0, "starting")
+    where: Callable[[], tuple[Progress, str]] = lambda: (Progress(), "starting")
     recorder: FlightRecorder | None = None
     watch: PeerWatch | None = None
     _owns_group: bool = field(default=True, repr=False)

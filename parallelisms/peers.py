@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -28,13 +28,23 @@ _POLL_SECONDS = 1.0
 _ANSWER_SECONDS, _LEAVE_SECONDS = 6.0, 15.0
 _LOST_CONNECTION = re.compile(r"gloo|nccl|connection|timed? ?out|broken pipe|socket", re.IGNORECASE)
 _FAILURE, _TROUBLE = "failure", "trouble"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun sets it where the store is its own
+_SHOWN = 16
 _runs = itertools.count()
+
+
+class Progress(NamedTuple):
+    """How far a rank is. issued: collectives so far; ranks of one pipeline stage issue equally many."""
+
+    step: int = 0
+    issued: int = 0
+    stage: int = 0
 
 
 class PeerWatch:
     """One for each rank, made and closed by all together.
 
-    where: (collectives issued so far, step and collective in words), asked from another thread.
+    where: how far this rank is, and the same in words with the latest collective; asked from another thread.
     before_exit: is called before a stuck process is ended.
     """
 
@@ -43,7 +53,7 @@ class PeerWatch:
         store: Store,
         rank: int,
         world_size: int,
-        where: Callable[[], tuple[int, str]],
+        where: Callable[[], tuple[Progress, str]],
         before_exit: Callable[[], object] = lambda: None,
     ) -> None:
         # Not the same connection: a blocking call of the main thread would keep it.
@@ -77,7 +87,8 @@ class PeerWatch:
             self._answer()
             self._put(_TROUBLE, str(self._rank))
             return self._verdict()
-        return "the store of the process group cannot be reached: its host is gone, too"
+        host = "rank 0, which keeps" if os.environ.get(_AGENT_STORE) != "True" else "torchrun, which keeps"
+        return f"{host} the store of the process group, cannot be reached: gone, or its machine"
 
     # ---------------------------------------------------------------- asking and answering
 
@@ -99,11 +110,11 @@ class PeerWatch:
         if self._answered:
             return
         self._answered = True
-        issued, where = self._where()
+        progress, where = self._where()
         frame = sys._current_frames().get(self._main)
         stack = traceback.extract_stack(frame) if frame is not None else []
         place = f"{os.path.basename(stack[-1].filename)}:{stack[-1].lineno}" if stack else "?"
-        self._store.set(_answer_key(self._rank), json.dumps([issued, where, place]))
+        self._store.set(_answer_key(self._rank), json.dumps([progress, where, place]))
 
     def _watch(self) -> None:
         try:
@@ -144,26 +155,36 @@ def _answer_key(rank: int) -> str:
 
 
 def blame(answers: dict[int, list[Any]], ranks: range) -> str:
-    """Who holds the others up: those that give no answer, else those that have issued fewest collectives.
+    """Who holds the others up: those that give no answer, else those that are in an earlier step than others,
+    or have issued fewer collectives than others of their stage.
 
     answers: by rank, what `PeerWatch._answer` stored.
     """
     silent = [rank for rank in ranks if rank not in answers]
-    told = []
+    progress = {rank: Progress(*answer[0]) for rank, answer in answers.items()}
+    latest = max((each.step for each in progress.values()), default=0)
+    most: dict[int, int] = {}
+    for each in progress.values():
+        most[each.stage] = max(most.get(each.stage, 0), each.issued)
+    late = [r for r, each in progress.items() if each.step < latest or each.issued < most[each.stage]]
+    stand = {rank: f"{where}, in {place}" for rank, (_, where, place) in answers.items()}
+    late = [f"rank {rank} is behind: {stand[rank]}" for rank in sorted(late, key=lambda r: (progress[r], r))]
     if silent:
-        told.append(f"{_named(silent)} gave no sign of life: gone, or stopped")
-    most = max((issued for issued, _, _ in answers.values()), default=0)
-    for rank, (issued, where, place) in sorted(answers.items()):
-        if issued < most:
-            told.append(f"rank {rank} is behind: {where}, in {place}")
-    if not told:
-        (_, where, _), *_ = answers.values()
-        told.append(f"all ranks are in the same place ({where}): the network between them failed")
-    return "; ".join(told)
+        waits = f" (and {'; '.join(late)}: perhaps waiting for that)" if late else ""
+        return f"{_named(silent)} gave no sign of life: gone, or stopped{waits}"
+    if late:
+        return "; ".join(late)
+    if len({where for _, where, _ in answers.values()}) == 1:
+        return (
+            f"all ranks are in the same place ({answers[min(answers)][1]}): the network between them failed"
+        )
+    told = [f"rank {rank} {stand[rank]}" for rank in sorted(stand)[:_SHOWN]]
+    return f"each waits for another, or the network between them failed: {'; '.join(told)}"
 
 
 def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + more
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 

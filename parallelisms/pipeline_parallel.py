@@ -237,16 +237,16 @@ class Pipeline:
             _set_loss_scale(part, 1 / divisor)
         call = {"positions": positions, "document_ids": document_ids, "labels": labels}
         call = {name: value for name, value in call.items() if value is not None}
+        shape = self._hidden_shape(self._microbatch, tokens.shape[1])
+        size = torch.Size(shape).numel() * self._dtype.itemsize
+        for _ in range(self.plan.transfers(self._rank) * self.plan.microbatches):  # before any can fail
+            self.traffic("pp", "hidden states and gradients", size)
         self._schedule.step(
             *((tokens,) if 0 in self.stages else ()),
             target=labels if self.has_last else None,
             return_outputs=False,
             **call,
         )
-        shape = self._hidden_shape(self._microbatch, tokens.shape[1])
-        size = torch.Size(shape).numel() * self._dtype.itemsize
-        for _ in range(self.plan.transfers(self._rank) * self.plan.microbatches):
-            self.traffic("pp", "hidden states and gradients", size)
         if not self.has_last:
             return torch.zeros((), dtype=torch.float32, device=self.device)
         return torch.stack(self._sums).sum()

@@ -17,10 +17,23 @@ _KEY = re.compile(rf"\b({'|'.join(field.name for field in dataclasses.fields(Job
 _SECONDS_FOR_THE_FIRST = 15.0
 
 
+RANK_LOST = (
+    "a rank is gone or slower than comm.train_timeout_seconds. Resume from the last checkpoint, on fewer"
+    " ranks if need be."
+)
+# What gloo says of a lost connection, before and after what happened.
+_GLOO = re.compile(r"\[/\S+\.cc:\d+\] |\. This is typically caused by [^)]*?(GLHF! \S*|(?=\))|$)")
+
+
+def names_key(error: BaseException) -> bool:
+    """Whether the message names a configuration key, and so says what to do."""
+    return _KEY.search(str(error)) is not None
+
+
 def one_line(error: BaseException) -> str:
     """The message; with where it was raised if it names no configuration key, as it was not foreseen then."""
-    message = " ".join(str(error).split())
-    if _KEY.search(message):
+    message = _GLOO.sub("", " ".join(str(error).split()))
+    if names_key(error):
         return message
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

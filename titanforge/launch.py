@@ -93,7 +93,7 @@ def _train(config: JobConfig, rank: int, world_size: int, device_type: str) -> i
             trainer.failed(error)
         if blame := getattr(error, "__notes__", None):
             print(
-                f"error: rank {rank} ends: {one_line(error)} {'; '.join(blame)}", file=sys.stderr, flush=True
+                f"error: rank {rank} ends: {one_line(error)} {' '.join(blame)}", file=sys.stderr, flush=True
             )
             return EXIT_ERROR
         # While nothing is built yet, these are about what the user asked for.

@@ -34,6 +34,7 @@ from titanforge.checkpoint import CheckpointManager
 from titanforge.config import ConfigError, JobConfig, to_flat_dict, to_toml
 from titanforge.data import Batch, build_tokenizer, merge_states
 from titanforge.evaluation import Validator
+from titanforge.failure import RANK_LOST, names_key
 from titanforge.finite import FiniteGuard
 from titanforge.forge import Ranks, build_forge_optimizer
 from titanforge.garbage import GarbageCollector
@@ -44,6 +45,7 @@ from titanforge.metrics import MetricsLogger, Profiler
 from titanforge.models.initialization import initialize_weights
 from titanforge.optim import build_groups, build_optimizer, lr_factor
 from titanforge.parallelisms import clip_factor, init_distributed, set_determinism, set_is_last_micro_batch
+from titanforge.parallelisms.peers import Progress
 from titanforge.report import announce, summarize
 from titanforge.run_folder import FolderLock, save_config
 from titanforge.run_state import restore_run_state, run_state
@@ -68,15 +70,19 @@ class Trainer:
             raise
 
     def failed(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends; who is to blame for a failed collective becomes a note."""
+        """Tell the other ranks that this one ends; which collective failed, if the error does not say it, and
+        who is to blame become notes."""
         if not hasattr(self, "runtime"):
             return
         refused = isinstance(error, ConfigError)  # perhaps because the folder is another run's
         if blame := self.runtime.failed(error, traces=not refused):
+            if hasattr(self, "step") and not names_key(error):  # nor does it say which collective it was
+                error.add_note(f"{self._where()[1]}; {RANK_LOST}")
             error.add_note(blame)
 
-    def _where(self) -> tuple[int, str]:
-        return self.ledger.issued, f"in step {self.step + 1}, latest collective: {self.ledger.latest}"
+    def _where(self) -> tuple[Progress, str]:
+        progress = Progress(self.step + 1, self.ledger.issued, self._stage)
+        return progress, f"in step {self.step + 1}, latest collective: {self.ledger.latest}"
 
     def _place(self) -> str:
         return f"in step {self.step + 1}" if hasattr(self, "step") else "before the first step"
@@ -102,6 +108,7 @@ class Trainer:
         self.dims.build_mesh(device_type)
         self.dp_rank, self.dp_world = self.dims.data_rank_and_size()
         self._replica = self.dims.get_mesh("dp_replicate").get_local_rank()
+        self._stage = self.dims.get_mesh("pp").get_local_rank()
         set_determinism(
             self.seed, config.debug.deterministic, config.debug.deterministic_warn_only, self.device
         )

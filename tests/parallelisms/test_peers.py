@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tests.distributed_harness import process_context
 from titanforge.parallelisms import init_distributed, peers
-from titanforge.parallelisms.peers import blame, is_lost_connection
+from titanforge.parallelisms.peers import Progress, blame, is_lost_connection
 from titanforge.sync import CollectiveFailed, CommLedger
 
 RANKS = 4
@@ -49,7 +49,10 @@ def rank_main(rank: int, folder: str, scenario: str) -> None:
     runtime = init_distributed(comm, "cpu", folder)
     ledger, step = CommLedger(), 0
     runtime.record = ledger.record
-    runtime.where = lambda: (ledger.issued, f"in step {step}, latest collective: {ledger.latest}")
+    runtime.where = lambda: (
+        Progress(step, ledger.issued),
+        f"in step {step}, latest collective: {ledger.latest}",
+    )
     group = dist.new_group(backend="gloo")
     try:
         for step in range(1, 100):
@@ -125,10 +128,29 @@ def test_ranks_that_hang_and_that_are_gone_are_named_and_nobody_stays(tmp_path: 
 
 
 def test_blame() -> None:
-    at = [7, "in step 2", "a.py:1"]
-    assert blame({0: at, 2: at}, range(3)) == "rank 1 gave no sign of life: gone, or stopped"
-    assert blame({0: at, 1: [6, "in step 1", "b.py:5"]}, range(2)) == "rank 1 is behind: in step 1, in b.py:5"
+    at = [Progress(2, 7), "in step 2", "a.py:1"]
+    gone = "rank 1 gave no sign of life: gone, or stopped"
+    assert blame({0: at, 2: at}, range(3)) == gone
+    behind = [Progress(1, 6), "in step 1", "b.py:5"]
+    assert blame({0: at, 1: behind}, range(2)) == "rank 1 is behind: in step 1, in b.py:5"
+    # Who waits for one that is gone is late as well, and not to blame.
+    told = blame({0: behind, 2: at}, range(3))
+    assert told == f"{gone} (and rank 0 is behind: in step 1, in b.py:5: perhaps waiting for that)"
     assert "network between them failed" in blame({0: at, 1: at}, range(2))
+
+
+def test_stages_of_a_pipeline_issue_different_numbers_of_collectives() -> None:
+    first, last = (
+        [Progress(5, 40, 0), "in step 5", "a.py:1"],
+        [Progress(5, 90, 1), "in step 5, latest", "b.py:2"],
+    )
+    told = blame({0: first, 1: last}, range(2))
+    assert told.startswith("each waits for another") and "behind" not in told
+    assert told.endswith("rank 0 in step 5, in a.py:1; rank 1 in step 5, latest, in b.py:2")
+    slow = [Progress(4, 95, 1), "in step 4", "c.py:3"]
+    assert blame({0: first, 1: slow}, range(2)) == "rank 1 is behind: in step 4, in c.py:3"
+    replica = [Progress(5, 39, 0), "in step 5", "d.py:4"]
+    assert blame({0: first, 1: last, 2: replica}, range(3)) == "rank 2 is behind: in step 5, in d.py:4"
 
 
 @pytest.mark.parametrize(

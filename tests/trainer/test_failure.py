@@ -24,6 +24,19 @@ def test_an_unforeseen_message_comes_with_its_type_and_place():
     assert told.startswith("OSError: disk.full (test_failure.py:")
 
 
+def test_gloo_says_what_happened_and_no_more():
+    lost = (
+        "[/b/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9. This is typically"
+        " caused by a remote worker crashing. Check the logs of the remote worker before reporting an error."
+        " GLHF! 🏖️"
+    )
+    told = failure.one_line(_raised(RuntimeError(lost)))
+    assert told.startswith("RuntimeError: Connection closed by peer [127.0.0.1]:9 (test_failure.py:")
+    cut = f"the loss over dp failed ({lost[:150]}): a rank is slower than comm.train_timeout_seconds"
+    told = failure.one_line(_raised(RuntimeError(cut)))
+    assert "failed (Connection closed by peer [127.0.0.1]:9): a rank is slower" in told
+
+
 @pytest.mark.parametrize(
     ("local_rank", "found_by_all", "told"),
     [

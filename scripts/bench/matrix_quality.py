@@ -9,32 +9,26 @@ section 6, appendix E): update scale tau sqrt(max(m, n)) with tau = 0.2, AdamW f
 norms, weight decay 0.1, warm-up over a tenth of the steps, cosine to 1 % of the peak, the same seed and so
 the same sequences in the same order, and one peak rate for all, chosen with AdamW: `--lrs` are tried for
 `--probe-steps` each. `--select each` chooses a rate for each arm instead, from as many probes; with one rate
-nothing is tried. As many steps as fit into `--seconds` are taken, the same in all arms, unless `--steps` is
-given.
+nothing is tried.
+
+All arms run at the same time, each in a process of its own, on one GPU or dealt over `--devices`: nothing is
+said about their speed, and nobody waits while another starts. First each compiles in a few steps; then the
+rates are tried, and beside them each arm shows its pace; then all take as many steps, the same in all, as
+end within `--seconds`, unless `--steps` is given. An arm that has not ended by then is stopped and called so.
 
 The text is Python sources, the standard library's and those of the installed packages, as bytes: 85 million
-weights in the blocks and a small embedding. Arms run beside each other on `--devices` GPUs. One that is done
-is not run again, so the same command goes on where it stopped. Writes runs/ARM/metrics.jsonl,
-matrix_quality.json, .md and .png.
+weights in the blocks and a small embedding. An arm that is done is not run again, so the same command goes on
+where it stopped. Writes runs/ARM/metrics.jsonl, matrix_quality.json, .md and .png.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
-import io
 import json
 import os
-import queue
-import shutil
-import statistics
-import subprocess
 import sys
-import sysconfig
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,241 +37,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from scripts.bench import matrix_quality_report
-from titanforge.metrics.sinks.jsonl import read_metrics
+from scripts.bench.matrix_arms import (
+    ARMS,
+    BASELINE,
+    EVALUATIONS,
+    PACE_STEPS,
+    WARM_STEPS,
+    Places,
+    Run,
+    device_of,
+    done_of,
+    fits,
+    own_seconds,
+)
+from scripts.bench.python_text import write_corpus
 
-ROOT = Path(__file__).resolve().parents[2]
-MOMENTUM = {"optimizer.momentum": 0.95}
-ARMS: dict[str, dict[str, Any]] = {
-    "adamw": {"optimizer.name": "AdamW", "optimizer.beta1": 0.9, "optimizer.beta2": 0.95},
-    "muon": {"optimizer.name": "Muon", **MOMENTUM},
-    "rmnp": {"optimizer.name": "RMNP", **MOMENTUM},
-    "dion-1": {"optimizer.name": "Dion", **MOMENTUM, "optimizer.dion.rank_fraction": 1.0},
-    "dion-1-16": {"optimizer.name": "Dion", **MOMENTUM, "optimizer.dion.rank_fraction": 1 / 16},
-    "dobb-1": {"optimizer.name": "Dobb", **MOMENTUM, "optimizer.dobb.blocks": 1},
-    "dobb-16": {"optimizer.name": "Dobb", **MOMENTUM, "optimizer.dobb.blocks": 16},
-}
-BASELINE = "adamw"
-LAST = ("rmnp", "dion-1")  # what is told apart without them comes first; the slowest at the end
-SMALL = {"dim": 768, "n_layers": 12, "n_heads": 12}
-TOY = {"dim": 32, "n_layers": 2, "n_heads": 2}
-SLOWER = 1.2  # the longest step of an arm over AdamW's, as far as the budget is planned
+MARGIN = 0.9  # of the time that is left, for what a short pace does not show
+RESTART = 10.0  # seconds: the last runs' start and the report
 # What may differ between two calls that go on with each other's arms.
-_NOT_SETTINGS = ("out", "arms", "seconds", "end", "cell_seconds", "devices", "in_process", "corpus")
+_NOT_SETTINGS = ("out", "arms", "seconds", "end", "devices", "in_process", "corpus")
 
 
-# ---------------------------------------------------------------- text
-
-
-def python_sources() -> list[Path]:
-    """Python files of the standard library and of every folder of packages on `sys.path`, once each.
-
-    In the order of their names' hashes: a beginning of it holds some of every package.
-    """
-    roots = {Path(sysconfig.get_paths()["stdlib"])}
-    roots |= {Path(entry) for entry in sys.path if entry and Path(entry).is_dir()}
-    found = {
-        Path(folder, name): hashlib.blake2b(f"{Path(folder).name}/{name}".encode()).digest()
-        for root in roots
-        if root not in (ROOT, Path.cwd())
-        for folder, _, names in os.walk(root)
-        for name in names
-        if name.endswith(".py")
-    }
-    return sorted(found, key=found.__getitem__)
-
-
-def write_corpus(path: Path, most_bytes: int) -> dict[str, int]:
-    """JSON Lines of distinct files, up to `most_bytes` of text.
-
-    Files of a few lines and generated tables are left out: it takes those of 512 bytes to 256 KiB.
-    """
-    seen: set[bytes] = set()
-    total = 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("w", encoding="utf-8") as lines:
-        for file in python_sources():
-            if total >= most_bytes:
-                break
-            try:
-                content = file.read_bytes() if 512 <= file.stat().st_size <= 1 << 18 else b""
-                text = content.decode("utf-8")
-            except (OSError, UnicodeDecodeError):  # unreadable, or of another encoding
-                continue
-            digest = hashlib.blake2b(content, digest_size=16).digest()
-            if content and digest not in seen:
-                seen.add(digest)
-                lines.write(json.dumps({"text": text}) + "\n")
-                total += len(content)
-    unfinished.rename(path)
-    return {"documents": len(seen), "bytes": total}
-
-
-# ---------------------------------------------------------------- one arm
-
-
-def arguments(folder: Path, recipe: dict[str, Any], lr: float, steps: int, options: Any) -> list[str]:
-    """The command line of train.py for one arm."""
-    keys: dict[str, Any] = {
-        "job.dump_folder": folder,
-        "job.description": f"matrix quality, {folder.name}",
-        "model.name": "gpt2",
-        "model.flavor": "debugmodel",
-        **{f"model.{key}": value for key, value in (TOY if options.tiny else SMALL).items()},
-        "optimizer.lr": lr,
-        "optimizer.weight_decay": 0.1,
-        # Weights and products in bfloat16 beside fp32 masters and states, as autocast would have it.
-        "optimizer.master_weights": "float32",
-        "lr_scheduler.warmup_steps": max(1, steps // 10),
-        "lr_scheduler.decay_type": "cosine",
-        "lr_scheduler.min_lr_factor": 0.01,
-        "training.dtype": "bfloat16",
-        "training.dataset": "jsonl",
-        "training.dataset_path": options.corpus,
-        "training.steps": steps,
-        "training.seq_len": options.seq_len,
-        "training.local_batch_size": options.batch,
-        "training.max_norm": 1.0,
-        "training.dataloader.num_workers": 2 if options.device == "cuda" else 0,
-        "data.tokenizer": options.tokenizer,
-        "data.document_mask": False,
-        "data.validation_fraction": 0.2 if options.tiny else 0.04,
-        "validation.enable": True,
-        "validation.freq": max(1, steps // 5),
-        "validation.steps": options.validation_steps,
-        "validation.local_batch_size": options.batch,
-        "activation_checkpoint.mode": "none",
-        "compile.enable": options.device == "cuda",
-        "metrics.log_freq": 1,
-        "debug.seed": options.seed,
-        **recipe,
-    }
-    return [
-        f"--{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in keys.items()
-    ]
-
-
-def train_here(words: list[str], log: Path) -> int:
-    """train.py inside this process: for toys, where starting Python is most of an arm's time."""
-    from train import main as train
-
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
-        code = train(words)
-    log.write_text(told.getvalue())
-    return code
-
-
-def train_apart(words: list[str], log: Path, device: int, options: argparse.Namespace) -> int | None:
-    """train.py in a process of its own on GPU `device`: exit code, None after `--cell-seconds`."""
-    environment = {**os.environ}
-    if options.device == "cpu":
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    else:  # what is visible here is what the numbers count
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        environment["CUDA_VISIBLE_DEVICES"] = visible[device] if any(visible) else str(device)
-    with log.open("w") as output:
-        try:
-            return subprocess.run(
-                [sys.executable, str(ROOT / "train.py"), *words],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=options.cell_seconds,
-                env=environment,
-                cwd=ROOT,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return None
-
-
-def run_arm(name: str, arm: str, lr: float, steps: int, device: int, options: argparse.Namespace) -> None:
-    """Train one arm into runs/`name` unless it is done; an arm that fails is told and leaves no done.json."""
-    folder = options.out / "runs" / name
-    words = arguments(folder, ARMS[arm], lr, steps, options)
-    if done_of(folder):
-        print(f"[{name}] done before", flush=True)
-        return
-    if time.perf_counter() > options.end:
-        print(f"[{name}] not begun: --seconds are over", flush=True)
-        return
-    shutil.rmtree(folder, ignore_errors=True)  # of an arm that was cut off
-    folder.mkdir(parents=True)
-    log = folder / "log.txt"
-    start = time.perf_counter()
-    code = train_here(words, log) if options.in_process else train_apart(words, log, device, options)
-    seconds = time.perf_counter() - start
-    if code:
-        tail = log.read_text(errors="replace")[-1500:]
-        print(f"[{name}] FAILED: exit code {code}\n{tail}", flush=True)
-        return
-    records = read_metrics(folder / "metrics.jsonl")
-    result = {
-        "arm": arm, "lr": lr, "steps": steps, "seconds": seconds, "finished": code is not None,
-        "device": device, "arguments": words, **measured(records, options),
-    }  # fmt: skip
-    (folder / "done.json").write_text(json.dumps(result, indent=1))
-    print(
-        f"[{name}] lr {lr:.3g}  validation {result['validation_loss']:.4f}  "
-        f"{result['step_ms']:.1f} ms a step, {result['trained_steps']} steps, {seconds:.0f} s"
-        + ("" if result["finished"] else "  STOPPED: --cell-seconds"),
-        flush=True,
-    )
-
-
-def measured(records: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Losses and times of one run. The median step is of the second half, after everything is compiled."""
-    trained = [record for record in records if "loss" in record]
-    losses = [record["loss"] for record in trained]
-    validation = [record["validation_loss"] for record in records if "validation_loss" in record]
-    seconds = statistics.median([record["step_seconds"] for record in trained[len(trained) // 2 :]])
-    tail = losses[-max(1, len(losses) // 10) :]
-    return {
-        "trained_steps": len(trained),
-        "tokens": len(trained) * options.batch * options.seq_len,
-        "first_loss": losses[0],
-        "loss": sum(tail) / len(tail),
-        "validation_loss": validation[-1] if validation else float("nan"),
-        "step_ms": seconds * 1e3,
-        "tokens_per_second": options.batch * options.seq_len / seconds,
-        "failed_blocks": trained[-1].get("dobb_failed_blocks"),
-    }
-
-
-def done_of(folder: Path) -> dict[str, Any] | None:
-    path = folder / "done.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-# ---------------------------------------------------------------- all of them
-
-
-def side_by_side(work: Sequence[Callable[[int], None]], devices: int) -> None:
-    """Run each piece with the number of a device that no other piece has at that time."""
-    if devices == 1:  # in the main thread, which alone may set signal handlers
-        for piece in work:
-            piece(0)
-        return
-    free: queue.Queue[int] = queue.Queue()
-    for device in range(devices):
-        free.put(device)
-
-    def one(piece: Callable[[int], None]) -> None:
-        device = free.get()
-        try:
-            piece(device)
-        finally:
-            free.put(device)
-
-    with ThreadPoolExecutor(devices) as pool:
-        for future in [pool.submit(one, piece) for piece in work]:
-            future.result()
-
-
-def settle(options: argparse.Namespace) -> dict[str, Any]:
+def settle(options: argparse.Namespace, places: Places) -> dict[str, Any]:
     """Peak rates and steps of all arms: from plan.json if there is one, else from probes.
 
     Raises:
-        SystemExit: plan.json is of other settings, or no probe came to its end.
+        SystemExit: plan.json is of other settings, no probe came to its end, or a GPU has too little memory.
     """
     path = options.out / "plan.json"
     settings = {key: value for key, value in vars(options).items() if key not in _NOT_SETTINGS}
@@ -289,60 +74,125 @@ def settle(options: argparse.Namespace) -> dict[str, Any]:
             )
         return plan
     probed = list(ARMS) if options.select == "each" else [BASELINE]
-    tried = {(arm, lr): f"probe-{arm}-{lr:.3g}" for arm in probed for lr in options.lrs}
-    lrs = dict.fromkeys(ARMS, options.lrs[0])
-    results = []
-    if len(options.lrs) > 1 or not options.steps:
-        side_by_side(
-            [
-                lambda device, name=name, arm=arm, lr=lr: run_arm(
-                    name, arm, lr, options.probe_steps, device, options
-                )
-                for (arm, lr), name in tried.items()
-            ],
-            options.devices,
-        )
-        found = {key: done_of(options.out / "runs" / name) for key, name in tried.items()}
-        results = [result for result in found.values() if result and result["finished"]]
+    middle = sorted(options.lrs)[len(options.lrs) // 2]
+    probes = []
+    if len(options.lrs) > 1:
         for arm in probed:
-            losses = {result["lr"]: result["validation_loss"] for result in results if result["arm"] == arm}
-            if not losses:
-                raise SystemExit(f"no probe of {arm} came to its end: see {options.out}/runs/probe-{arm}-*")
-            # NaN, of a rate that diverged, compares with nothing.
-            lrs[arm] = min(losses, key=lambda lr: losses[lr] if losses[lr] == losses[lr] else float("inf"))
-        if options.select == "shared":
-            lrs = dict.fromkeys(ARMS, lrs[BASELINE])
+            for index, lr in enumerate(options.lrs):
+                # The one arm's rates beside each other; of many arms, one rate after the other.
+                place = arm if index == 0 or len(probed) > 1 else f"{arm}-{index + 1}"
+                probes.append(Run(f"probe-{arm}-{lr:.3g}", arm, lr, options.probe_steps, place, "probe"))
+    own = {arm: arm for arm in options.arms}
+    own |= {probe.place: probe.arm for probe in probes}
+    places.make(list(own))
+    ready_corpus(options)  # meanwhile
+    if not options.in_process:
+        warm = [Run(f"warm-{p}", arm, middle, WARM_STEPS, p, "warm") for p, arm in own.items()]
+        check_memory(places.run(warm), list(own), options)
+    paced = [] if options.steps else [arm for arm in options.arms if arm not in {p.place for p in probes}]
+    paces = [Run(f"pace-{arm}", arm, middle, PACE_STEPS, arm, "pace") for arm in paced]
+    shown = places.run([*paces, *probes])
+    results = [shown[probe.name] for probe in probes if probe.name in shown and shown[probe.name]["finished"]]
+    lrs = rates(results, probed, options)
+    places.close([place for place in own if place not in options.arms])
+    seconds = pace_of_arms(shown)
     steps = options.steps or steps_that_fit(
-        results,
-        left=options.end - time.perf_counter(),
-        rounds=-(-len(ARMS) // options.devices),
+        seconds,
+        options.end - time.perf_counter(),
+        evaluated=EVALUATIONS * options.validation_steps,
+        devices={arm: device_of(arm, list(own), options) for arm in options.arms},
     )
     plan = {
         "settings": settings,
         "lrs": lrs,
         "steps": steps,
+        "seconds_of_a_step": seconds,
         "probes": [{key: r[key] for key in ("arm", "lr", "validation_loss", "seconds")} for r in results],
     }
     path.write_text(json.dumps(plan, indent=1))
     return plan
 
 
-def steps_that_fit(probes: Sequence[dict[str, Any]], *, left: float, rounds: int) -> int:
-    """Steps of each arm, if `rounds` of them one after the other are to end within `left` seconds.
+def ready_corpus(options: argparse.Namespace) -> None:
+    if not options.corpus.exists():
+        told = write_corpus(options.corpus, options.corpus_mib << 20)
+        print(f"corpus: {told['documents']} files, {told['bytes'] / 2**20:.1f} MiB", flush=True)
 
-    An arm is its steps, each at most `SLOWER` times a probe's, and what a probe took beside its own: start,
-    compilation (the least of them: later ones find the compiler's cache filled), evaluations.
+
+def check_memory(
+    warm: Mapping[str, Mapping[str, Any]], places: Sequence[str], options: argparse.Namespace
+) -> None:
+    if options.device != "cuda":
+        return
+    for device in range(options.devices):
+        here = {
+            name: result
+            for name, result in warm.items()
+            if device_of(result["place"], places, options) == device
+        }
+        print(fits(here, torch.cuda.get_device_properties(device).total_memory), flush=True)
+
+
+def rates(
+    results: Sequence[Mapping[str, Any]], probed: Sequence[str], options: argparse.Namespace
+) -> dict[str, float]:
+    """Each arm's peak rate: the best of its probes, or of AdamW's.
+
+    Raises:
+        SystemExit: no probe of an arm came to its end.
     """
-    step = min(probe["step_ms"] for probe in probes) / 1e3
-    beside = min(probe["seconds"] - probe["trained_steps"] * step for probe in probes)
-    return max(20, int((left / rounds - beside) / (SLOWER * step)))
+    found = dict.fromkeys(ARMS, options.lrs[0])
+    if len(options.lrs) == 1:
+        return found
+    for arm in probed:
+        losses = {result["lr"]: result["validation_loss"] for result in results if result["arm"] == arm}
+        if not losses:
+            raise SystemExit(f"no probe of {arm} came to its end: see {options.out}/runs/probe-{arm}-*")
+        # NaN, of a rate that diverged, compares with nothing.
+        found[arm] = min(losses, key=lambda lr: losses[lr] if losses[lr] == losses[lr] else float("inf"))
+    return found if options.select == "each" else dict.fromkeys(ARMS, found[BASELINE])
+
+
+def pace_of_arms(shown: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of a device that a step of each arm takes by itself; of several runs of an arm the longest."""
+    found: dict[str, float] = {}
+    for name, seconds in own_seconds(shown).items():
+        arm = shown[name]["arm"]
+        found[arm] = max(seconds, found.get(arm, 0.0))
+    return found
+
+
+def steps_that_fit(
+    seconds: Mapping[str, float], left: float, *, evaluated: int, devices: Mapping[str, int]
+) -> int:
+    """Steps of each arm, if those of one device share it, and all are to end within `left` seconds.
+
+    seconds: of a step of each arm. evaluated: batches in all evaluations of an arm, a third of a step each.
+
+    Raises:
+        SystemExit: there is time for fewer steps than evaluations.
+    """
+    together = [
+        sum(seconds.get(arm, 0.0) for arm in devices if devices[arm] == device)
+        for device in set(devices.values())
+    ]
+    if not max(together):
+        raise SystemExit("no arm showed its pace: see the log.txt of runs/pace-* and runs/probe-*")
+    steps = int(MARGIN * (left - RESTART) / max(together) - evaluated / 3)
+    steps -= steps % EVALUATIONS
+    if steps < EVALUATIONS:
+        raise SystemExit(
+            f"{left:.0f} of --seconds are left, and a step of all arms takes {max(together):.2f} s: give it "
+            "more --seconds, or take fewer --arms or a smaller --batch"
+        )
+    return steps
 
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--out", type=Path, default=Path("outputs/matrix_quality"))
     found.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    found.add_argument("--devices", type=int, help="arms beside each other, a GPU each; default: all GPUs")
+    found.add_argument("--devices", type=int, help="GPUs that the arms are dealt over; default: all")
     found.add_argument("--tiny", action="store_true", help="a toy, to prove the script anywhere")
     found.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     found.add_argument("--lrs", type=float, nargs="+", default=[8.85e-4, 1.77e-3, 3.54e-3])
@@ -350,10 +200,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--probe-steps", type=int, default=100, help="of a rate that is tried")
     found.add_argument("--steps", type=int, help="default: as many as fit into --seconds")
     found.add_argument("--seconds", type=float, default=470.0, help="for everything")
-    found.add_argument("--cell-seconds", type=float, default=240.0, help="an arm is stopped after them")
-    found.add_argument("--batch", type=int, default=32, help="sequences of a step")
+    found.add_argument("--batch", type=int, default=16, help="sequences of a step")
     found.add_argument("--seq-len", type=int, default=1024)
-    found.add_argument("--validation-steps", type=int, default=20, help="batches of an evaluation")
+    found.add_argument("--validation-steps", type=int, default=10, help="batches of an evaluation")
     found.add_argument("--seed", type=int, default=5000)
     found.add_argument("--tokenizer", default="byte", help="as data.tokenizer")
     found.add_argument("--corpus", type=Path, help="JSON Lines, written if not there; default: in --out")
@@ -366,7 +215,9 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     if options.tiny:
         options.batch, options.seq_len, options.validation_steps, options.corpus_mib = 2, 32, 2, 1
-        options.lrs, options.probe_steps, options.steps = [1e-2, 2e-2], 3, options.steps or 12
+        options.lrs, options.probe_steps = [1e-2, 2e-2], 3
+        # Enough for a test in this process; processes beside each other plan theirs as on a GPU.
+        options.steps = options.steps or (None if options.devices else 12)
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     if options.device == "cuda" and (options.devices or 1) > gpus:
         raise SystemExit(
@@ -378,20 +229,24 @@ def main(argv: list[str] | None = None) -> int:
     options.out = options.out.absolute()
     options.out.mkdir(parents=True, exist_ok=True)
     options.corpus = (options.corpus or options.out / "corpus.jsonl").absolute()
-    if not options.corpus.exists():
-        told = write_corpus(options.corpus, options.corpus_mib << 20)
-        print(f"corpus: {told['documents']} files, {told['bytes'] / 2**20:.1f} MiB", flush=True)
-    plan = settle(options)
-    print(
-        f"{plan['steps']} steps of {options.batch * options.seq_len} tokens, rates {plan['lrs']}", flush=True
-    )
-    side_by_side(
-        [
-            lambda device, arm=arm: run_arm(arm, arm, plan["lrs"][arm], plan["steps"], device, options)
-            for arm in sorted(options.arms, key=lambda arm: LAST.index(arm) + 1 if arm in LAST else 0)
-        ],
-        options.devices,
-    )
+    if not options.in_process:  # as the processes inherit it: they share the machine's cores
+        share = max(1, (os.cpu_count() or 1) // len(options.arms))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(share))
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    places = Places(options)
+    try:
+        plan = settle(options, places)
+        ready_corpus(options)
+        left = [arm for arm in options.arms if not done_of(options.out / "runs" / arm)]
+        places.make(left)
+        print(
+            f"{plan['steps']} steps of {options.batch * options.seq_len} tokens, rates {plan['lrs']}, begun "
+            f"after {time.perf_counter() - begin:.0f} s",
+            flush=True,
+        )
+        places.run([Run(arm, arm, plan["lrs"][arm], plan["steps"], arm, "arm") for arm in options.arms])
+    finally:
+        places.close(kill=True)
     results = {arm: done for arm in ARMS if (done := done_of(options.out / "runs" / arm))}
     if results:
         matrix_quality_report.write(options.out, results, plan, time.perf_counter() - begin)

@@ -3,21 +3,24 @@
     python scripts/bench/sync_quality.py --size small --steps 300          # threads of one CPU process
     python scripts/bench/sync_quality.py --size gpt --steps 800            # one replica for each GPU, NCCL
     python scripts/bench/sync_quality.py --size gpt --mode threads --replicas 4   # all on one GPU
+    python scripts/bench/sync_quality.py --size gpt-14m --beside 6 --seconds 270 --compile --tune 5e-3 1e-2
     python scripts/bench/sync_quality.py --thresholds --cell far policy=scheduled interval=100
 
 Cells: every step, those of `--cell`, CurvaDion's RMMC at several thresholds, each followed by the schedule
 with the sync rate that it came to. `processes` are whole runs of train.py, a replica each on its own GPU (or
 CPU process); `threads` are replicas inside one process, with the same policies and optimizers around a bare
-training loop: as many as wanted on one device, nothing to be learnt about time. A cell that is done is not
-run again. One that takes longer than --cell-seconds, or goes on at the end of --seconds, is stopped and
-called unfinished; none is begun that would not end in time if it took as long as the longest so far. Writes
+training loop: as many as wanted on one device, nothing to be learnt about time. With `--beside` several cells
+of such threads run at the same time, each in a process of its own; with `--seconds` too they take as many
+steps, at most --steps, as let all cells of the first seed end in time. A cell that is done is not run again.
+One that takes longer than --cell-seconds, or goes on at the end of --seconds, is stopped and called
+unfinished; none is begun that would not end in time if it took as long as the longest so far. Writes
 cells/*.json, after each of them results.json and results.md, and at the end results.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -29,9 +32,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.bench import sync_report  # noqa: E402
+from scripts.bench.sync_beside import go_beside  # noqa: E402
+from scripts.bench.sync_cells import cell_file, cells, done, matched, own_options, store  # noqa: E402
 from scripts.bench.sync_processes import Train, train_processes  # noqa: E402
-from scripts.bench.sync_threads import train_threads  # noqa: E402
-from titanforge.config.sections import Sync  # noqa: E402
+from scripts.bench.sync_threads import get_ready, train_threads  # noqa: E402
 
 SIZES: dict[str, dict[str, Any]] = {
     # Flavor and the keys that change it; sequences of a replica and step, their length, peak rate.
@@ -51,63 +55,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "model": {"name": "gpt2", "flavor": "debugmodel_modern", "dim": 512, "n_layers": 12, "n_heads": 4},
         "batch": 32, "seq_len": 512, "lr": 5e-3,
     },
+    "gpt-14m": {  # the same architecture, for several cells on one GPU
+        "model": {"name": "gpt2", "flavor": "debugmodel_modern", "dim": 384, "n_layers": 8, "n_heads": 3},
+        "batch": 32, "seq_len": 512, "lr": 5e-3,
+    },
 }  # fmt: skip
-
-
-OF_A_CELL = ("lr", "momentum", "rank_fraction", "error_feedback")
-"""Options that a cell may have of its own."""
-
-
-def local_keys(options: argparse.Namespace) -> dict[str, Any]:
-    """`[sync]` of all cells with local steps."""
-    return {
-        "warmup_steps": options.warmup,
-        "local_update": options.local_update,
-        "local_lr": options.local_lr,
-    }
-
-
-def cells(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """`[sync]` of each cell that is known beforehand, in the order of their turns."""
-    local = local_keys(options)
-    named = {
-        name: ({} if keys.get("policy") == "every_step" else local) | keys
-        for name, keys in map(cell_of, options.cell)
-    }
-    return {
-        "every_step": {"policy": "every_step"},
-        **named,
-        **{f"rmmc {tau}": {"policy": "rmmc", "threshold": tau, **local} for tau in options.thresholds},
-        **{f"scheduled {h}": {"policy": "scheduled", "interval": h, **local} for h in options.intervals},
-    }
-
-
-def cell_of(words: list[str]) -> tuple[str, dict[str, Any]]:
-    """NAME KEY=VALUE ... of `--cell`; values as in JSON, or text without quotes."""
-    name, keys = words[0], {}
-    for word in words[1:]:
-        key, found, value = word.partition("=")
-        if not found or key not in (*Sync.__dataclass_fields__, *OF_A_CELL):
-            raise SystemExit(
-                f"--cell {name}: {word!r} is no KEY=VALUE of [sync] nor of {', '.join(OF_A_CELL)}"
-            )
-        try:
-            keys[key] = json.loads(value)
-        except json.JSONDecodeError:
-            keys[key] = value
-    return name, keys
-
-
-def matched(result: dict[str, Any], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The schedule with the sync rate, after the warm-up, that an rmmc cell of `--match` came to."""
-    if result["sync"].get("threshold") not in options.match or not result["finished"]:
-        return {}
-    later = [step for step, *_ in result["syncs"] if step >= options.warmup]
-    interval = max(1, round((options.steps - options.warmup) / max(len(later), 1)))
-    if interval == 1:  # every_step on states
-        return {}
-    sync = {key: value for key, value in result["sync"].items() if key not in ("threshold", "max_interval")}
-    return {f"scheduled {interval}": sync | {"policy": "scheduled", "interval": interval}}
 
 
 def fitting_steps(options: argparse.Namespace, train: Train) -> int:
@@ -165,42 +117,11 @@ def go_through(options: argparse.Namespace, train: Train) -> None:
         print("no cell was run")
 
 
-def cell_file(name: str, options: argparse.Namespace) -> Path:
-    return options.output / "cells" / f"{name.replace(' ', '_')}_seed{options.seed}.json"
-
-
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    return {key: value for key, value in vars(options).items() if key not in _NOT_SETTINGS}
-
-
-def store(
-    name: str, sync: dict[str, Any], options: argparse.Namespace, result: dict[str, Any], seconds: float
-) -> None:
-    whole = {
-        "cell": name, "seed": options.seed, "sync": sync, **result,
-        "seconds": seconds, "settings": settings_of(options),
-    }  # fmt: skip
-    path = cell_file(name, options)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole))
-    print(sync_report.line(whole), file=sys.stderr, flush=True)
-
-
-def done(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """A cell's result, if it has one of the same settings."""
-    path = cell_file(name, options)
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    return stored if stored.get("settings") == settings_of(options) else None
-
-
 def attempt(
     name: str, keys: dict[str, Any], options: argparse.Namespace, train: Train, seconds: float
 ) -> dict[str, Any] | None:
     """A cell's result, from before or, where there are seconds left, from now."""
-    options = argparse.Namespace(
-        **vars(options) | {key: value for key, value in keys.items() if key in OF_A_CELL}
-    )
-    sync = {key: value for key, value in keys.items() if key not in OF_A_CELL}
+    sync, options = own_options(keys, options)
     if seconds <= 0 or ((found := done(name, options)) and found["finished"]):
         return done(name, options)
     begin, folder = time.monotonic(), options.output / "runs" / cell_file(name, options).stem
@@ -213,12 +134,6 @@ def train_here(
     folder: Path, size: dict[str, Any], sync: dict[str, Any], options: argparse.Namespace, seconds: float
 ) -> dict[str, Any]:
     return train_threads(size, sync, argparse.Namespace(**vars(options) | {"cell_seconds": seconds}))
-
-
-_NOT_SETTINGS = (
-    "output", "fit", "tune", "tune_steps", "cell_seconds", "seconds", "thresholds", "intervals", "cell",
-    "match", "seed", "seeds",
-)  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -256,6 +171,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seeds", type=int, nargs="*", default=[0])
     found.add_argument("--fit", type=float, help="as many steps as every_step takes in so many seconds")
     found.add_argument("--cell-seconds", type=float, default=1e9, help="a cell is stopped after them")
+    found.add_argument("--beside", type=int, help="cells at the same time, with --mode threads on one device")
+    found.add_argument("--compile", action="store_true", help="blocks by torch.compile; threads alone")
+    found.add_argument("--corpus", type=Path, help="JSON Lines for threads; default: the standard library")
     found.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after them")
     return found
 
@@ -265,14 +183,28 @@ def main(argv: list[str]) -> int:
     gpus = torch.cuda.device_count()
     options.device = "cuda" if gpus else "cpu"
     options.replicas = options.replicas or (gpus if gpus > 1 else 4)
+    if options.beside and options.mode != "processes":
+        options.mode = "threads"
     if options.mode == "auto":
         options.mode = "processes" if gpus > 1 and options.replicas <= gpus else "threads"
     if options.mode == "threads" and options.device == "cpu":
         torch.set_num_threads(1)
+    if options.mode == "processes" and (options.beside or options.compile or options.corpus):
+        raise SystemExit("--beside, --compile and --corpus are for --mode threads")
+    if options.beside and options.fit:
+        raise SystemExit("--beside plans steps by --seconds; --fit is for cells one after the other")
+    options.output = options.output.absolute()
     options.output.mkdir(parents=True, exist_ok=True)
     if options.mode == "processes":
         train_processes(go_through, options)
+    elif options.beside:
+        share = max(1, (os.cpu_count() or 1) // options.beside)
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(share))
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        return go_beside(SIZES[options.size], options)
     else:
+        if options.compile:
+            get_ready(SIZES[options.size], argparse.Namespace(**vars(options) | {"seed": 0}))
         go_through(options, train_here)
     return 0
 

@@ -119,6 +119,19 @@ def test_sync_quality_compares_cells_and_goes_on_where_it_stopped(tmp_path: Path
     assert "stopped after 0 steps" in (tmp_path / "results.md").read_text()
 
 
+def test_sync_quality_runs_cells_beside_each_other_and_matches_their_rate(tmp_path: Path, capsys) -> None:
+    options = ["--size=tiny", "--beside=2", "--replicas=2", "--batch=2", "--warmup=1", "--steps=30"]
+    options += ["--tune", "1e-2", "3e-2", "--tune-steps=3", "--seconds=200", "-o", str(tmp_path)]
+    assert sync_quality.main([*options, "--thresholds=0.4", "--match=0.4"]) == 0
+    cells = {c["cell"]: c for c in json.loads((tmp_path / "results.json").read_text())["cells"]}
+    assert all(cell["finished"] and cell["steps"] == 30 for cell in cells.values())
+    rate = cells["rmmc 0.4"]["sync_rate"]
+    (schedule,) = (cell for name, cell in cells.items() if name.startswith("scheduled"))
+    assert 0 < rate < 1 and schedule["sync_rate"] == pytest.approx(rate, rel=0.4)
+    told = capsys.readouterr().out
+    assert "30 steps of each of 3 cells" in told and "rate 0.03" in told
+
+
 @pytest.mark.parametrize(
     ("arm", "told"),
     [

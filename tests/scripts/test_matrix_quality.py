@@ -1,14 +1,16 @@
-"""The quality run of the matrix optimizers: toy arms end to end, its text, its budget."""
+"""The quality run of the matrix optimizers: toy arms, alone and beside each other, its text, its budget."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from scripts.bench import matrix_quality, matrix_quality_report
+from scripts.bench import matrix_quality, matrix_quality_report, python_text
+from scripts.bench.matrix_arms import Places, Run, fits
 from tests.trainer.runs import write_corpus
 
 
@@ -51,20 +53,65 @@ def test_text_is_of_installed_packages_without_copies(
         (tmp_path / package / "latin.py").write_bytes("# é\n".encode("latin-1") * 200)
         (tmp_path / package / "short.py").write_text("x = 1\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.setattr(matrix_quality.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "one")})
-    told = matrix_quality.write_corpus(tmp_path / "corpus.jsonl", 1 << 20)
+    monkeypatch.setattr(python_text.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "one")})
+    told = python_text.write_corpus(tmp_path / "corpus.jsonl", 1 << 20)
     texts = [json.loads(line)["text"] for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
     assert sorted(text.split()[0] for text in texts) == ["one", "same", "two"]
     assert told == {"documents": 3, "bytes": sum(map(len, texts))}
 
 
+def test_runs_beside_each_other_end_or_are_stopped_and_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--device", "cpu", "--tiny", "--devices", "1", "--out", str(tmp_path)]
+    words += ["--corpus", str(write_corpus(tmp_path / "corpus.jsonl"))]
+    options = matrix_quality.parser().parse_args(words)
+    options.in_process, options.end = False, time.perf_counter() + 1e3
+    options.batch, options.seq_len, options.validation_steps = 2, 32, 2
+    places = Places(options)
+    places.make(["rmnp", "adamw"])
+    try:
+        warm = places.run([Run(f"warm-{arm}", arm, 1e-2, 2, arm, "warm") for arm in ("rmnp", "adamw")])
+        assert all(one["finished"] and one["trained_steps"] == 2 for one in warm.values())
+        options.end = time.perf_counter() + 5
+        found = places.run(
+            [Run("rmnp", "rmnp", 1e-2, 6, "rmnp", "arm"), Run("adamw", "adamw", 1e-2, 10**6, "adamw", "arm")]
+        )
+    finally:
+        places.close(kill=True)
+    assert found["rmnp"]["finished"] and found["rmnp"]["trained_steps"] == 6
+    assert not found["adamw"]["finished"] and found["adamw"]["trained_steps"] > 0
+    assert "of 1000000 steps" in (told := capsys.readouterr().out) and "STOPPED" in told
+
+
+def test_a_device_is_shared_while_runs_are_beside_each_other() -> None:
+    runs = {
+        "first": {"span": (0.0, 10.0), "trained_steps": 11},  # alone for 4 s, two for 4, three for 2
+        "second": {"span": (4.0, 12.0), "trained_steps": 5},
+        "third": {"span": (8.0, 10.0), "trained_steps": 3},
+    }
+    own = matrix_quality.own_seconds(runs)
+    assert own == pytest.approx(
+        {"first": (4 + 2 + 2 / 3) / 10, "second": (2 + 2 / 3 + 2) / 4, "third": 2 / 3 / 2}
+    )
+
+
 def test_steps_fit_into_the_time_that_is_left() -> None:
-    probes = [
-        {"step_ms": 100.0, "trained_steps": 100, "seconds": 40.0},  # 30 s beside its steps
-        {"step_ms": 100.0, "trained_steps": 100, "seconds": 30.0},
-    ]
-    steps = matrix_quality.steps_that_fit(probes, left=420.0, rounds=7)
-    assert steps == int((60 - 20) / (matrix_quality.SLOWER * 0.1))
+    seconds = {"adamw": 0.1, "muon": 0.2, "dion-1": 0.5}
+    devices = dict.fromkeys(seconds, 0)
+    fits = matrix_quality.steps_that_fit
+    left = 100.0 + matrix_quality.RESTART
+    assert fits(seconds, left, evaluated=30, devices=devices) == 100  # 0.9 x 100 / 0.8, less a third of 30
+    assert fits(seconds, left, evaluated=0, devices={**devices, "dion-1": 1}) == 180
+    with pytest.raises(SystemExit, match="--seconds"):
+        fits(seconds, 5.0, evaluated=30, devices=devices)
+
+
+def test_memory_that_is_not_there_is_refused() -> None:
+    runs = {name: {"reserved_gib": 8.0} for name in "abc"}
+    assert "26 of 40 GiB" in fits(runs, 40 << 30)
+    with pytest.raises(SystemExit, match="--batch"):
+        fits(runs, 25 << 30)
 
 
 def test_the_order_of_pairs_counts_finished_arms_alone() -> None:

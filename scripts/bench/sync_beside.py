@@ -1,0 +1,156 @@
+"""Cells of `sync_quality.py` beside each other on one device: a process each, its replicas threads in it.
+
+Threads of one process wait for each other's Python, and the GPU for all of them. With several cells under way
+it has one to work for meanwhile, and start-ups and compilations overlap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+from scripts.bench import sync_report
+from scripts.bench.beside import Place
+from scripts.bench.matrix_arms import own_seconds
+from scripts.bench.sync_cells import cells, done, matched, own_options, store
+from scripts.bench.sync_threads import get_ready, train_threads
+
+MARGIN = 0.9  # of the time that is left, for what short cells do not show
+RESERVE = 6.0  # seconds, for evaluations and the report
+PACE_STEPS = 30
+Waiting = list[tuple[str, dict[str, Any], argparse.Namespace]]
+"""Name, keys of `--cell`, options of each cell, in the order of their turns."""
+
+
+class Beside:
+    """`--beside` places for cells, and what came of those that ended."""
+
+    def __init__(self, size: dict[str, Any], options: argparse.Namespace) -> None:
+        self._size, self._end = size, time.monotonic() + options.seconds
+        self._places = [Place() for _ in range(options.beside)]
+        self._longest = 0.0
+        self.failed: list[str] = []
+        ready = [place.submit(get_ready, size, options) for place in self._places]
+        wait(ready)
+        for future in ready:
+            future.result()
+
+    def left(self) -> float:
+        return self._end - RESERVE - time.monotonic()
+
+    def go(
+        self, waiting: Waiting, more: Callable[[dict[str, Any]], Waiting] = lambda result: []
+    ) -> list[dict[str, Any]]:
+        """All cells, and those that `more` makes of a result, which come before what still waits.
+
+        A cell that is done is not run again, one that goes on at the end of `--seconds` is stopped, and none
+        is begun that would not end if it took as long as the longest so far.
+        """
+        results: list[dict[str, Any]] = []
+        free, going = list(self._places), dict[Future[Any], tuple[Any, Place, float]]()
+        begun: set[tuple[str, int]] = set()
+
+        def ended(found: dict[str, Any] | None) -> None:
+            nonlocal waiting
+            if found is not None:
+                results.append(found)
+                waiting = more(found) + waiting
+
+        while True:
+            while waiting and free:
+                name, keys, options = waiting.pop(0)
+                if (name, options.seed) in begun:
+                    continue
+                begun.add((name, options.seed))
+                sync, own = own_options(keys, options)
+                if ((found := done(name, own)) and found["finished"]) or self.left() <= self._longest:
+                    ended(found)
+                    continue
+                seconds = min(self.left(), options.cell_seconds)
+                timed = argparse.Namespace(**vars(own) | {"cell_seconds": seconds})
+                place = free.pop(0)
+                future = place.submit(train_threads, self._size, sync, timed)
+                going[future] = ((name, sync, own), place, time.monotonic())
+            if not going:
+                return results
+            over = wait(going, max(0.0, self._end - time.monotonic()), "FIRST_COMPLETED").done
+            if not over:
+                print(f"not ended in time: {', '.join(cell[0] for cell, *_ in going.values())}", flush=True)
+                return results
+            for future in over:
+                (name, sync, own), place, begin = going.pop(future)
+                took = time.monotonic() - begin
+                self._longest = max(self._longest, took)
+                if error := future.exception():
+                    print(f"{name} FAILED: {error!r}\n{error.__cause__ or ''}", flush=True)
+                    self.failed.append(name)
+                    continue  # and leave its process alone
+                free.append(place)
+                store(name, sync, own, future.result(), took)
+                ended(done(name, own))
+
+    def close(self) -> None:
+        for place in self._places:
+            place.close(kill=True)
+
+
+def of_seed(options: argparse.Namespace, seed: int) -> Waiting:
+    seeded = argparse.Namespace(**vars(options) | {"seed": seed})
+    return [(name, keys, seeded) for name, keys in cells(options).items()]
+
+
+def tune_and_plan(beside: Beside, options: argparse.Namespace) -> None:
+    """Set `options.lr` to the best of `--tune`, and `options.steps` to as many as all cells of the first
+    seed, those of `--match` included, can take in the time that is left."""
+    every: dict[str, Any] = {"policy": "every_step"}
+    probe = argparse.Namespace(
+        **vars(options) | {"steps": options.tune_steps if options.tune else PACE_STEPS}
+    )
+    probes: Waiting = [
+        (f"rate {rate:g}", every, argparse.Namespace(**vars(probe) | {"lr": rate})) for rate in options.tune
+    ] or [("probe", every, probe)]
+    found = [result for result in beside.go(probes) if result["finished"]]
+    if not found:
+        raise SystemExit("no rate of --tune, and no probe, came to its last step")
+    if options.tune:
+        # NaN, of a rate that diverged, compares with nothing.
+        best = min(found, key=lambda r: r["validation_loss"] if r["validation_loss"] > 0 else float("inf"))
+        options.lr = best["settings"]["lr"]
+    spans = {r["cell"]: {"span": r["span"], "trained_steps": len(r["losses"])} for r in found}
+    own = max(own_seconds(spans).values())
+    count = len(cells(options)) + len([tau for tau in options.thresholds if tau in options.match])
+    options.steps = max(PACE_STEPS, min(options.steps, int(MARGIN * beside.left() / (own * count))))
+    print(
+        f"rate {options.lr}, {options.steps} steps of each of {count} cells, {own * 1e3:.0f} ms a step, "
+        f"{beside.left():.0f} s left",
+        flush=True,
+    )
+
+
+def go_beside(size: dict[str, Any], options: argparse.Namespace) -> int:
+    """All cells of all seeds, `--beside` of them at a time, with a report after each: exit code."""
+    options.seed = options.seeds[0]
+    beside = Beside(size, options)
+    reported: list[dict[str, Any]] = []
+
+    def more(result: dict[str, Any]) -> Waiting:
+        reported.append(result)
+        sync_report.write(reported, options.output)
+        seeded = argparse.Namespace(**vars(options) | {"seed": result["seed"]})
+        return [(name, keys, seeded) for name, keys in matched(result, options).items()]
+
+    try:
+        if options.tune or options.seconds < 1e9:
+            tune_and_plan(beside, options)
+        beside.go([cell for seed in options.seeds for cell in of_seed(options, seed)], more)
+    finally:
+        beside.close()
+    if reported:
+        sync_report.draw(reported, options.output / "results.png")
+        print((options.output / "results.md").read_text())
+    else:
+        print("no cell was run")
+    return 1 if beside.failed or not reported else 0

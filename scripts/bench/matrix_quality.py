@@ -141,7 +141,7 @@ def rates(
     Raises:
         SystemExit: no probe of an arm came to its end.
     """
-    found = dict.fromkeys(ARMS, options.lrs[0])
+    found: dict[str, float] = dict.fromkeys(ARMS, options.lrs[0])
     if len(options.lrs) == 1:
         return found
     for arm in probed:
@@ -150,7 +150,9 @@ def rates(
             raise SystemExit(f"no probe of {arm} came to its end: see {options.out}/runs/probe-{arm}-*")
         # NaN, of a rate that diverged, compares with nothing.
         found[arm] = min(losses, key=lambda lr: losses[lr] if losses[lr] == losses[lr] else float("inf"))
-    return found if options.select == "each" else dict.fromkeys(ARMS, found[BASELINE])
+    if options.select == "shared":
+        found = dict.fromkeys(ARMS, found[BASELINE])
+    return found
 
 
 def pace_of_arms(shown: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -141,7 +141,8 @@ def rates(
     Raises:
         SystemExit: no probe of an arm came to its end.
     """
-    found: dict[str, float] = dict.fromkeys(ARMS, options.lrs[0])
+    first: float = options.lrs[0]
+    found = dict.fromkeys(ARMS, first)
     if len(options.lrs) == 1:
         return found
     for arm in probed:

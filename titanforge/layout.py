@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from titanforge.config import ConfigError, JobConfig
+from titanforge.config.ranks import SHARDED_RULES
 from titanforge.config.rules import rule_name
 from titanforge.models.registry import build_model, model_args
 from titanforge.optim import build_groups, shard_dims
+from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.parallelisms import (
     ParallelDims,
     Pipeline,
@@ -92,7 +95,7 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
             overrides=model_overrides(config),
         )
         args.check()
-        _check_shards(config, dims)
+        _check_rules(config, dims)
     n_experts = getattr(args, "n_experts", 0)
     check_tensor_parallel(
         dims.tp,
@@ -125,10 +128,13 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
         pipeline_plan(config, dims, args)
 
 
-def _check_shards(config: JobConfig, dims: ParallelDims) -> None:
-    """Whether the optimizer can update each shard of the weights by itself."""
+def _check_rules(config: JobConfig, dims: ParallelDims) -> None:
+    """Whether the rules can update what a rank holds of each weight, and have what replicas are to watch."""
     shards = dims.degree("dp_shard_cp")
-    if shards * dims.tp == 1 or rule_name(config.optimizer.name) != "dobb":
+    rules = {rule_name(config.optimizer.name), rule_name(config.optimizer.scalar.name)}
+    cut = shards * dims.tp > 1 and not rules <= SHARDED_RULES
+    watched = dims.dp_replicate > 1 and config.sync.policy == "rmmc"
+    if not (cut or watched):
         return
     with torch.device("meta"):
         model, _ = build_model(
@@ -138,17 +144,38 @@ def _check_shards(config: JobConfig, dims: ParallelDims) -> None:
             seq_len=longest_sequence(config),
             overrides=model_overrides(config),
         )
-    if held := experts_in_rows(dims, getattr(model.args, "n_experts", 0)):
+    groups = build_groups(model, config.optimizer)
+    if watched and not any(
+        slot.name == "m"
+        for group in groups
+        for param in group.params
+        for slot in group.rule.slots_for(param.shape)
+    ):
+        raise ConfigError(
+            'sync.policy = "rmmc" watches the momentum, and no weight has one with optimizer.name ='
+            f' "{config.optimizer.name}": take one with momentum, or sync.policy = "scheduled"'
+        )
+    if cut:
+        _check_shards(groups, dims, getattr(model.args, "n_experts", 0))
+
+
+def _check_shards(groups: Sequence[ParamGroupSpec], dims: ParallelDims, n_experts: int) -> None:
+    """Whether each weight's rule can update each shard by itself."""
+    shards = dims.degree("dp_shard_cp")
+    dobb = any(group.rule.name == "dobb" for group in groups)
+    if dobb and (held := experts_in_rows(dims, n_experts)):
         raise ConfigError(
             f"parallelism.expert_parallel_degree = {dims.ep}: leaves rows of {held} experts to each"
             f" {dims.degree('dp_shard_mod_ep')} ranks, and Dobb takes experts whole: use a larger degree, or"
             " a larger data_parallel_replicate_degree"
         )
-    for group in build_groups(model, config.optimizer):
+    for group in groups:
+        if group.rule.regime == 1 or group.rule.u_gathers:
+            continue
         for name, param in zip(group.names, group.params):
             dim, cut_by_tensor_axis = group.rule.shard_dim(param.shape), tensor_split_dim(name)
             ranks = shards * (dims.tp if dim == cut_by_tensor_axis else 1)
-            if dim is not None and ranks > 1:
+            if ranks > 1:
                 group.rule.check_shards(name, param.shape, group.parts.get(name, 1), dim, ranks)
 
 

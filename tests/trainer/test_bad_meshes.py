@@ -108,6 +108,19 @@ MISTAKES = [  # what is set; what the line says
     ),
     ({**ZERO_BUBBLE, "compile__enable": True}, "compile.enable = true: schedule"),
     ({**ZERO_BUBBLE, "parallelism__fsdp_reshard_after_forward": "always"}, "weights must still be there"),
+    (
+        {"optimizer__name": "LAMB"},
+        "optimizer.name = 'lamb' reads whole layers, but 'tok_embeddings.weight' is",
+    ),
+    (
+        {"optimizer__name": "Muon", "optimizer__scalar__name": "LAMB"},
+        "reads whole layers, but 'tok_embeddings.weight' is sharded: set parallelism.data_parallel_shard",
+    ),
+    (
+        {"sync__policy": "rmmc", "parallelism__data_parallel_replicate_degree": 4}
+        | {"optimizer__name": "SGD", "optimizer__momentum": 0},
+        'sync.policy = "rmmc" watches the momentum, and no weight has one with optimizer.name = "SGD"',
+    ),
     ({**PIPELINE, "sync__policy": "rmmc"}, 'sync.policy = "rmmc": is not available with'),
 ]
 
@@ -129,6 +142,12 @@ def test_a_bad_mesh_is_one_line(tmp_path, four_ranks, capsys, keys, says):
     errors = [line for line in told.err.splitlines() if not line.startswith("warning: ")]
     assert len(errors) == 1 and errors[0].startswith("error: ") and says in errors[0], told.err
     assert code == 2 and not dist.is_initialized() and not (tmp_path / "run").exists()
+
+
+def test_no_ranks_at_all_are_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "0")
+    assert main(argv(tmp_path / "run", write_corpus(tmp_path / "corpus.jsonl"))) == 2
+    assert "error: WORLD_SIZE = 0: torchrun sets it" in capsys.readouterr().err
 
 
 def test_the_dry_run_says_what_each_axis_splits_and_what_a_rank_holds(tmp_path, monkeypatch, capsys):

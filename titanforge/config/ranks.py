@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titanforge.config import schema
 from titanforge.config.rules import rule_name
-from titanforge.config.schema import refusal, show
+from titanforge.config.schema import ConfigError, refusal, show
 from titanforge.config.sections import JobConfig
 
 COORDINATE_RULES = frozenset(
@@ -24,6 +24,8 @@ def check_ranks(config: JobConfig, world_size: int, device_type: str) -> int:
         ConfigError: naming the key, its value and what would fit.
     """
     parallelism = config.parallelism
+    if world_size < 1:
+        raise ConfigError(f"WORLD_SIZE = {world_size}: torchrun sets it to the number of ranks, at least 1")
     left, taken = world_size, ""
     for name in ("pipeline_parallel", "tensor_parallel", "context_parallel", "data_parallel_replicate"):
         path = f"parallelism.{name}_degree"

@@ -5,7 +5,8 @@
 Counts the innermost loop that holds the update (pp2: 32 weights a thread and slice, coop: 64 a thread and
 chunk), and for the portable form what follows its last product. They are counted as they stand: of a branch
 all sides, so that pp2's four-way choice of a slice counts three moves too many a weight, and fp8 what
-rewrites an unapplied tile. Names are those of `compile_kernels.py`.
+rewrites an unapplied tile. Names are those of `compile_kernels.py`. Figures depend on the release of Triton,
+and the Gluon forms are for 3.6.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import triton
 from compile_kernels import compile_one, jobs
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler.errors import CompilationError
 
 CLASSES = {
     "fp32": "FADD FMUL FFMA",
@@ -42,15 +45,18 @@ DEFAULT = r"^(pp2|coop)/adamw/(bf16|int8|fp8_states)$|^wgrad/few_tokens/adamw/(b
 
 def disassemble(ptx: str) -> tuple[list[str], list[tuple[int, int]]]:
     """Instructions in order, and the loops among them as (first, last)."""
-    tools = Path(get_ptxas(90).path).parent
+    assembler = Path(get_ptxas(90).path)  # a release of Triton has several, of several releases of PTX
     arch = "sm_90a" if "sm_90a" in ptx else "sm_90"
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
         options = [f"-arch={arch}", "--fmad=false", str(source), "-o", str(binary)]
-        subprocess.run([str(tools / "ptxas"), *options], check=True)
+        subprocess.run([str(assembler), *options], check=True)
         text = subprocess.run(
-            [str(tools / "nvdisasm"), "-c", str(binary)], check=True, capture_output=True, text=True
+            [str(assembler.parent / "nvdisasm"), "-c", str(binary)],
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
     found: list[str] = []
     labels: dict[str, int] = {}
@@ -70,16 +76,13 @@ def disassemble(ptx: str) -> tuple[list[str], list[tuple[int, int]]]:
 def update_of(form: str, found: list[str], loops: list[tuple[int, int]]) -> tuple[int, int]:
     """Where the update stands: the first innermost loop of some size that takes roots or reciprocals."""
     if form not in WEIGHTS:
-        return max(index for index, text in enumerate(found) if "GMMA" in text or "DEPBAR" in text), len(
-            found
-        )
+        last_product = max(index for index, text in enumerate(found) if "GMMA" in text or "DEPBAR" in text)
+        return last_product, len(found)
     large = [
         loop for loop in loops
         if loop[1] - loop[0] > 250 and any("MUFU" in text for text in found[loop[0] : loop[1]])
     ]  # fmt: skip
-    inner = [
-        a for a in large if not any(b != a and b[0] >= a[0] and b[1] <= a[1] for b in large)
-    ]  # fmt: skip
+    inner = [a for a in large if not any(b != a and b[0] >= a[0] and b[1] <= a[1] for b in large)]
     first, last = inner[0]
     return first, last + 1
 
@@ -94,15 +97,23 @@ def count(instructions: list[str], weights: int) -> dict[str, float]:
     return {"all": sum(kinds.values()) / weights, **{k: n / weights for k, n in kinds.most_common()}}
 
 
-def main() -> None:
-    """Print a line for each kernel."""
+def main() -> int:
+    """Print a line for each kernel; 1 where one does not compile with this release of Triton."""
     parser = argparse.ArgumentParser(description="Instructions of the fused update per weight.")
     parser.add_argument("only", nargs="?", default=DEFAULT, help="regular expression of kernel names")
     arguments = parser.parse_args()
+    failed = 0
     for name, function, source in jobs(False):
         if not re.search(arguments.only, name):
             continue
-        report: dict[str, Any] = compile_one(function, *source)
+        try:
+            report: dict[str, Any] = compile_one(function, *source)
+        except CompilationError as error:
+            print(
+                f"{name:36s} does not compile with Triton {triton.__version__}: {_cause(error)}", flush=True
+            )
+            failed = 1
+            continue
         found, loops = disassemble(report["ptx"])
         form, constants = name.split("/")[0], source[1]
         if form not in WEIGHTS and "BLOCK_N" not in constants:
@@ -114,7 +125,15 @@ def main() -> None:
         text = "  ".join(f"{kind} {value:.1f}" for kind, value in counted.items())
         size = (last - first) * 16 / 1024
         print(f"{name:36s} {size:5.1f} KB of {len(found) / 64:5.1f}  {text}", flush=True)
+    return failed
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost error's last line: those around it only say from where it was called."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().splitlines()[-1]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Help text and docs/config.md, made from ``sections.py`` so that they cannot go stale.
+"""Help text and docs/config.md, made from ``sections`` so that they cannot go stale.
 
 ``python -m titanforge.config --markdown`` prints the Markdown page (``make docs`` writes it).
 """
@@ -52,7 +52,7 @@ def reference_markdown() -> str:
     lines = [
         "# Configuration reference",
         "",
-        "<!-- Generated from titanforge/config/sections.py by `make docs`: edit that file instead. -->",
+        "<!-- Generated from titanforge/config/sections/ by `make docs`: edit that instead. -->",
         "",
         "A run is described by a TOML file (`--job.config_file`); any key can be overridden on the command",
         "line as `--section.key value` or `--section.key=value`. The command line wins over the file, the",

@@ -1,7 +1,7 @@
 """The keys of ``sections`` as data: dotted path, type, default, documentation.
 
 Everything that lists, checks or prints keys (loader, validation, reference)
-asks here, so that ``sections.py`` stays the only place where a key is written.
+asks here, so that ``sections`` stays the only place where a key is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from titanforge.config import sections
 from titanforge.config.sections import JobConfig
 
 
@@ -46,12 +45,12 @@ class Key:
 
 
 @functools.cache
-def field_docs(class_name: str) -> dict[str, str]:
+def field_docs(section_class: type) -> dict[str, str]:
     """Map each field of a section class to the string literal that stands below it."""
-    tree = ast.parse(inspect.getsource(sections))
-    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    (node,) = ast.parse(inspect.getsource(section_class)).body
+    assert isinstance(node, ast.ClassDef)
     docs = {}
-    for statement, following in itertools.pairwise(body):
+    for statement, following in itertools.pairwise(node.body):
         if (
             isinstance(statement, ast.AnnAssign)
             and isinstance(statement.target, ast.Name)
@@ -78,7 +77,7 @@ def without_none(annotation: Any) -> tuple[Any, bool]:
     """Split ``X | None`` into (X, True); anything else is (annotation, False)."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         members = [member for member in typing.get_args(annotation) if member is not type(None)]
-        assert len(members) == 1, f"sections.py: only 'X | None' unions are understood, not {annotation}"
+        assert len(members) == 1, f"sections: only 'X | None' unions are understood, not {annotation}"
         return members[0], True
     return annotation, False
 
@@ -118,9 +117,9 @@ def show(value: Any) -> str:
 
 
 def walk_keys(section_class: type = JobConfig, prefix: str = "") -> Iterator[Key]:
-    """Every leaf key of a section class, in the order of ``sections.py``."""
+    """Every leaf key of a section class, in the order of ``sections``."""
     defaults = section_class()
-    docs = field_docs(section_class.__name__)
+    docs = field_docs(section_class)
     for field in dataclasses.fields(section_class):
         annotation = type_hints(section_class)[field.name]
         if dataclasses.is_dataclass(annotation):

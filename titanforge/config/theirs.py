@@ -38,7 +38,7 @@ _SAC_SHAPES = 'activation_checkpoint.selective_ac_option = "op" keeps every matr
 
 FOREIGN_KEYS: dict[str, ForeignKey] = {
     "job.custom_config_module": ForeignKey(
-        "keys cannot be added from outside; edit titanforge/config/sections.py", ("",)
+        "keys cannot be added from outside; edit titanforge/config/sections/", ("",)
     ),
     "model.tokenizer_path": ForeignKey(
         "use data.tokenizer (a tokenizer file) or model.hf_assets_path", (None, "none", "")
@@ -98,7 +98,7 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
         "use sync.policy, which needs no service", (None, "none", "")
     ),
     "experimental.custom_import": ForeignKey("nothing is imported by name from a job file", ("",)),
-    "experimental.custom_args_module": ForeignKey("edit titanforge/config/sections.py", ("",)),
+    "experimental.custom_args_module": ForeignKey("edit titanforge/config/sections/", ("",)),
     "validation.dataloader.num_workers": ForeignKey(_VALIDATION_LOADER),
     "validation.dataloader.persistent_workers": ForeignKey(_VALIDATION_LOADER),
     "validation.dataloader.pin_memory": ForeignKey(_VALIDATION_LOADER),

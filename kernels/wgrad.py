@@ -98,7 +98,8 @@ def config_for(
         narrow = chosen(PINGPONG)
         if not refusal(dy, x, target, narrow, observe=observe, bias=bias):
             return narrow
-    if selected_form() == AUTO and tokens and not observe:  # what is so for one step needs no word
+    # What is so for one step, or for a vector, which is small, needs no word.
+    if selected_form() == AUTO and tokens and not observe and dy.shape[1] > 1:
         say_once(f"some fused updates run in the portable, slower form of their kernel: {reason}")
     return chosen(PORTABLE)
 

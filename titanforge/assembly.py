@@ -76,6 +76,7 @@ def forge_steps(config: JobConfig, micro_batches: int) -> Steps:
         max_norm=training.max_norm,
         undo=training.nonfinite_loss == "skip",
         keep_logits=config.forge.keep_logits,
+        merge_projections=config.forge.merge_projections,
     )
 
 

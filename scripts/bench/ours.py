@@ -194,7 +194,7 @@ class Forge(Native):
     """The same rule run in backward, where each weight gradient is made: no gradient is stored."""
 
     def __init__(
-        self, model: nn.Module, *, config: OptimizerConfig, max_norm: float, keep_logits: bool = False
+        self, model: nn.Module, *, config: OptimizerConfig, max_norm: float, steps: Steps | None = None
     ) -> None:
         if max_norm > 0:
             raise ValueError("the fused arms are timed without clipping: --max-norm 0")
@@ -205,7 +205,7 @@ class Forge(Native):
                 config,
                 "bfloat16",
                 probe=lambda: model(tokens, None, None, tokens),
-                steps=Steps(keep_logits=keep_logits),
+                steps=steps or Steps(),
             )
         )
 
@@ -243,16 +243,16 @@ def build_update(
     max_norm: float,
     capturable: bool = False,
     forge_kernel: str = "auto",
-    keep_logits: bool = False,
+    steps: Steps | None = None,
 ) -> Update:
-    """One of `UPDATES` over all parameters of the model. forge_kernel, keep_logits: as in `[forge]`."""
+    """One of `UPDATES` over all parameters of the model. forge_kernel: as in `[forge]`; steps: if fused."""
     select_form(forge_kernel, next(model.parameters()).device)
     if kind == "native" or kind.startswith("forge"):
         state_dtype: Any = "int8" if kind == "forge-int8" else "bfloat16"
         config = OptimizerConfig(name="AdamW", lr=lr, implementation="native", state_dtype=state_dtype)
         if kind == "native":
             return Native(model, config=config, max_norm=max_norm)
-        return Forge(model, config=config, max_norm=max_norm, keep_logits=keep_logits)
+        return Forge(model, config=config, max_norm=max_norm, steps=steps)
     return TorchAdamW(model, lr=lr, max_norm=max_norm, fused=kind == "torch-fused", capturable=capturable)
 
 

@@ -93,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--keep-logits", action="store_true", help="of the fused arms' head, as forge.keep_logits"
     )
+    parser.add_argument(
+        "--separate-projections", action="store_true",
+        help="of the fused arms: forge.merge_projections = false",
+    )  # fmt: skip
     parser.add_argument("--cell-timeout", type=float, default=240.0, help="seconds for one method")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all methods")
     parser.add_argument("--cell", choices=METHODS, default=None, help=argparse.SUPPRESS)
@@ -104,6 +108,7 @@ def run_method(args: argparse.Namespace) -> dict[str, Any]:
     from scripts.bench.observed import busy_time, recorded_forms
     from scripts.bench.ours import GraphedStep, TrainStep, build_shape, build_update, timed_parts
     from scripts.bench.peers import build_peer
+    from titanforge.forge import Steps
 
     kind, compile_mode, graphed = METHODS[args.cell]
     (shape,), (seq_len,), (ac,) = args.model, args.seq_len, args.ac
@@ -127,7 +132,7 @@ def run_method(args: argparse.Namespace) -> dict[str, Any]:
             max_norm=args.max_norm,
             capturable=graphed,
             forge_kernel=args.forge_kernel,
-            keep_logits=args.keep_logits,
+            steps=Steps(keep_logits=args.keep_logits, merge_projections=not args.separate_projections),
         )
     pool = token_pool(model.args.vocab_size, args.batch, seq_len, device=args.device)
     plain = TrainStep(model, update)
@@ -155,6 +160,7 @@ def run_method(args: argparse.Namespace) -> dict[str, Any]:
         "ac": ac,
         "forge_kernel": args.forge_kernel if kind.startswith("forge") else None,
         "keep_logits": args.keep_logits if kind.startswith("forge") else None,
+        "merge_projections": not args.separate_projections if kind.startswith("forge") else None,
         "forms": forms,
         "weights_gib": sum(p.numel() * p.element_size() for p in model.parameters()) / GIB,
         "states_gib": None

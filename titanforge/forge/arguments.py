@@ -24,6 +24,7 @@ class Steps:
     micro_batches: per step. tokens: per micro-batch. accumulation: `forge.accumulation`. max_norm: of lagged
     clipping; 0: none. undo: a refused step must leave the states of affine rules as they were even after some
     of its micro-batches (`training.nonfinite_loss = "skip"`). keep_logits: `forge.keep_logits`.
+    merge_projections: `forge.merge_projections`.
     Raises TypeError and ValueError, naming the field and the key that it has in a run.
     """
 
@@ -33,6 +34,7 @@ class Steps:
     max_norm: float = 0.0
     undo: bool = False
     keep_logits: bool = False
+    merge_projections: bool = True
 
     def __post_init__(self) -> None:
         check_integer("Steps.micro_batches (by training.global_batch_size)", self.micro_batches, 1)
@@ -41,6 +43,7 @@ class Steps:
         check_number("Steps.max_norm (training.max_norm)", self.max_norm)
         check_switch('Steps.undo (training.nonfinite_loss = "skip")', self.undo)
         check_switch("Steps.keep_logits (forge.keep_logits)", self.keep_logits)
+        check_switch("Steps.merge_projections (forge.merge_projections)", self.merge_projections)
 
 
 def check_arguments(

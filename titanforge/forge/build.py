@@ -86,6 +86,7 @@ def attach(
             micro_batches=steps.micro_batches,
             max_norm=steps.max_norm,
             keep_logits=steps.keep_logits,
+            merge_projections=steps.merge_projections,
             seed=seed,
             captured=captured,
             ranks=ranks,

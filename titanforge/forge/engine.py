@@ -18,11 +18,19 @@ from titanforge.forge.clip import LaggedClip
 from titanforge.forge.coverage import Covered
 from titanforge.forge.head import HeadSink
 from titanforge.forge.hooked import ArrivalQueue, HookedSink, consume, take_from_former, total_square
-from titanforge.forge.modules import FusedRead, fuse_module, restore_module
+from titanforge.forge.joint import JointSink
+from titanforge.forge.modules import (
+    FusedRead,
+    Projection,
+    fuse_module,
+    fuse_projections,
+    restore_module,
+)
 from titanforge.forge.ops import register_sink
 from titanforge.forge.plan import Kind, ParamPlan, keeps_logits
+from titanforge.forge.projections import Group, lay_side_by_side
 from titanforge.forge.ranks import Ranks
-from titanforge.forge.report import PlanLine, plan_report, unkept_logits
+from titanforge.forge.report import PlanLine, merged_projections, plan_report, unkept_logits
 from titanforge.forge.sinks import Clock, Hyper, Sink
 from titanforge.forge.tied import TiedSink
 from titanforge.forge.weight_updates import WeightUpdates
@@ -43,7 +51,7 @@ class ForgeOptimizer(RuleOptimizer):
     Use `titanforge.forge.attach`, which makes `covered` and `plans`.
 
     update_in_backward: whether U of regime 2 runs during backward where it can; False: all of it in `step`,
-    with the same bits.
+    with the same bits. merge_projections: multiply linears of one input as one where that can be.
     """
 
     splits_steps: ClassVar[bool] = False  # weights have changed before anyone could decide
@@ -63,6 +71,7 @@ class ForgeOptimizer(RuleOptimizer):
         captured: Mapping[str, Reader] | None = None,
         ranks: Ranks | None = None,
         update_in_backward: bool = True,
+        merge_projections: bool = False,
     ) -> None:
         super().__init__(groups, recipe, seed=seed, captured=captured)
         self._model = model
@@ -83,8 +92,11 @@ class ForgeOptimizer(RuleOptimizer):
         self._queue = ArrivalQueue()
         self._modules: list[nn.Module] = []
         self._read: list[FusedRead] = []
+        self._projections: list[Projection] = []
         self._updates = WeightUpdates(self._clock, self.capture, update_in_backward)
+        groups_of_linears = lay_side_by_side(model, covered, plans) if merge_projections else []
         self._fuse(covered)
+        self._fuse_projections(groups_of_linears)
 
     # ---------------------------------------------------------------- building
 
@@ -133,6 +145,15 @@ class ForgeOptimizer(RuleOptimizer):
         for entry, _ in self._entries_with_family():  # last: a former optimizer loses its weights for good
             self._hook(self._sinks.get(entry.name), covered[entry.name])
 
+    def _fuse_projections(self, groups: Sequence[Group]) -> None:
+        entries = {entry.name: entry for entry, _ in self._entries_with_family()}
+        for group in groups:
+            sinks, members = zip(*((self._sinks[name], entries[name]) for name in group.names))
+            joint = JointSink(sinks, members, group.weight)
+            handle = register_sink(joint)
+            fuse_projections(group, handle)
+            self._projections.append(Projection(group, joint, handle))
+
     def _hook(self, sink: Sink | None, owner: Covered) -> None:
         if not isinstance(sink, HookedSink):
             take_from_former(owner.param)
@@ -160,10 +181,14 @@ class ForgeOptimizer(RuleOptimizer):
         for module in self._modules:
             if id(module) in held:
                 restore_module(module)
+        for projection in self._projections:
+            if projection.held:
+                restore_module(projection.group.module)
         for sink in self._by_param.values():
             sink.release()
         self._modules.clear()
         self._read.clear()
+        self._projections.clear()
         self._sinks.clear()
         self._by_param.clear()
 
@@ -184,7 +209,9 @@ class ForgeOptimizer(RuleOptimizer):
     def report(self) -> str:
         """The plan, grouped, and what the rules send, for printing at start-up."""
         unkept = unkept_logits(self.plan) if self._keep_logits else ""
-        return "\n".join(filter(None, (plan_report(self.plan, self._model), unkept, super().report())))
+        merged = merged_projections([projection.group for projection in self._projections])
+        plan = plan_report(self.plan, self._model)
+        return "\n".join(filter(None, (plan, merged, unkept, super().report())))
 
     # ---------------------------------------------------------------- a step
 

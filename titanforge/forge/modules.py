@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from titanforge.forge.embedding import FusedEmbedding
 from titanforge.forge.experts import fused_experts
 from titanforge.forge.head import fused_head_loss
+from titanforge.forge.joint import JointSink
 from titanforge.forge.linear import fused_linear
 from titanforge.forge.plan import Kind
+from titanforge.forge.projections import Group, hooked
 from titanforge.forge.vector import Tap
 
 
@@ -40,6 +42,35 @@ def fuse_module(
         setattr(module, f"_forge_{attribute}_dtype", dtypes[attribute])
     if kinds.get("weight") in ("head", "tied"):
         module._forge_keep_logits = keep_logits  # pyright: ignore[reportArgumentType]
+
+
+def fuse_projections(group: Group, handle: Tensor) -> None:
+    """Let a group of fused linears be multiplied as one. handle: of all their sinks."""
+    module: nn.Module = group.module
+    name = _group_name(group.attributes)
+    setattr(module, name, handle)
+    setattr(module, f"{name}_data", group.weight)
+    setattr(module, f"{name}_dtype", getattr(module, group.attributes[0]).weight.dtype)
+    if not hasattr(type(module), "_forge_projecting"):
+        module.__class__ = _projecting_class(type(module))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A group of linears with the sink and the handle under which its module multiplies it."""
+
+    group: Group
+    sink: JointSink
+    handle: Tensor
+
+    @property
+    def held(self) -> bool:
+        """Whether the module does so for this optimizer, and for no later one."""
+        return self.group.module.__dict__.get(_group_name(self.group.attributes)) is self.handle
+
+
+def _group_name(attributes: tuple[str, ...]) -> str:
+    return "_forge_" + "_".join(attributes)
 
 
 @dataclass(frozen=True)
@@ -78,8 +109,9 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def restore_module(module: nn.Module) -> None:
-    """Undo `fuse_module`."""
-    module.__class__ = type(module).__bases__[0]
+    """Undo `fuse_module` and `fuse_projections`."""
+    while "_forge_made" in vars(type(module)):
+        module.__class__ = type(module).__bases__[0]
     for name in [name for name in vars(module) if name.startswith("_forge_")]:
         delattr(module, name)
 
@@ -107,7 +139,7 @@ def ordinary_forwards(model: nn.Module) -> Iterator[None]:
 def _fused_class(
     base: type[nn.Module], kind: Kind | None, vectors: tuple[str, ...], experts: tuple[str, ...]
 ) -> type[nn.Module]:
-    members: dict[str, Any] = {"__module__": base.__module__, "__reduce_ex__": _reduced(base)}
+    members = _members(base)
     members |= {attribute: _tapped(attribute) for attribute in vectors}
     if kind == "linear":
         members["forward"] = _linear_forward(base)
@@ -118,6 +150,16 @@ def _fused_class(
     if experts:
         members["product"] = _grouped_product(base, experts)
     return type(base.__name__, (base,), members)
+
+
+@functools.cache
+def _projecting_class(base: type[nn.Module]) -> type[nn.Module]:
+    members = _members(base) | {"_forge_projecting": True, "project": _merged_project(base)}
+    return type(base.__name__, (base,), members)
+
+
+def _members(base: type[nn.Module]) -> dict[str, Any]:
+    return {"__module__": base.__module__, "__reduce_ex__": _reduced(base), "_forge_made": True}
 
 
 def _reduced(base: type[nn.Module]):
@@ -164,6 +206,19 @@ def _embedding_forward(base: type[nn.Module]):
         )
 
     return forward
+
+
+def _merged_project(base: Any):
+    def project(self: Any, x: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+        name = _group_name(names)
+        linears = [getattr(self, one) for one in names]
+        if not hasattr(self, name) or not torch.is_grad_enabled() or any(map(hooked, linears)):
+            return base.project(self, x, names)
+        weight, handle, dtype = (getattr(self, name + suffix) for suffix in ("_data", "", "_dtype"))
+        together = fused_linear(x, weight, None, handle, dtype)
+        return together.split([linear.weight.shape[0] for linear in linears], dim=-1)
+
+    return project
 
 
 def _grouped_product(base: Any, fused: tuple[str, ...]):

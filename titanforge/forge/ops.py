@@ -18,20 +18,21 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from titanforge.forge.joint import JointSink
     from titanforge.forge.sinks import Sink
 
-_sinks: weakref.WeakValueDictionary[int, Sink] = weakref.WeakValueDictionary()
+_sinks: weakref.WeakValueDictionary[int, Sink | JointSink] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def register_sink(sink: Sink) -> Tensor:
+def register_sink(sink: Sink | JointSink) -> Tensor:
     """A handle for the sink, which the caller keeps alive."""
     number = next(_numbers)
     _sinks[number] = sink
     return torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
 
 
-def sink_of(handle: Tensor) -> Sink:
+def sink_of(handle: Tensor) -> Any:
     """The sink that a handle names."""
     sink = _sinks.get(int(handle.detach()))
     if sink is None:
@@ -60,7 +61,7 @@ def _define(schema: str, implementation: Callable[..., None]) -> Any:
 
 def _consume_product(weight: Tensor, dy: Tensor, x: Tensor, handle: Tensor) -> None:
     """dy: [..., N], x: [..., K]: the gradient of a linear's weight is dyᵀ x."""
-    sink = sink_of(handle)
+    sink: Sink | JointSink = sink_of(handle)
     with sink.writing_to(weight):
         sink.product(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
 

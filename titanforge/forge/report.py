@@ -11,6 +11,7 @@ from torch import nn
 
 from titanforge.forge.coverage import frozen_parameters
 from titanforge.forge.plan import Kind, ParamPlan, keeps_logits
+from titanforge.forge.projections import Group
 
 GIB = 1024**3
 
@@ -43,6 +44,14 @@ def unkept_logits(lines: Sequence[PlanLine]) -> str:
     else:
         why = "no head is fused"
     return f"forge.keep_logits = true has no effect: {why}"
+
+
+def merged_projections(groups: Sequence[Group]) -> str:
+    """How many linears are multiplied together; empty for none."""
+    if not groups:
+        return ""
+    kinds = sorted({"+".join(group.attributes) for group in groups})
+    return f"  {len(groups)} groups of linears of one input ({', '.join(kinds)}) are multiplied as one"
 
 
 def plan_report(lines: Sequence[PlanLine], model: nn.Module) -> str:

@@ -4,7 +4,7 @@ granule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -180,6 +180,20 @@ class Sink:
             return
         launch = self._launch(self.epilogue, self.hyper.table)
         self._fold(source, self.rows_of(first_row, rows), launch, first_row or 0)
+
+    @staticmethod
+    def consume_together(sinks: Sequence[Sink], source: Source, target: Target) -> None:
+        """The whole gradient of several weights that lie side by side in `target`, whose launch is that of
+        the first. The sum of its squares is noted there.
+        """
+        for sink in sinks:
+            sink.begin()
+            sink.done = True
+            sink.keep_norms({0} if sink is sinks[0] else set())
+        first = sinks[0]
+        first._fold(source, target, first._launch(first.epilogue, first.hyper.table), 0)
+        for sink in sinks:
+            sink._tell()
 
     def look(self, source: Source, first_row: int, rows: int) -> None:
         """Note the magnitudes that fp8 states of these rows would have; before the first of them is

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from titanforge.models.layers.init_spec import Constant, InitSpec, Normal
 from titanforge.models.layers.norm import RMSNorm
+from titanforge.models.layers.projections import Projecting
 from titanforge.models.layers.rope import Rotation
 
 AttentionMask = torch.Tensor | BlockMask | None
@@ -114,12 +115,14 @@ def attend(
         )
 
 
-class Attention(nn.Module):
+class Attention(Projecting):
     """Multi-head attention with K key/value heads for H query heads (Ainslie et al. 2023, "GQA") and RoPE.
 
     Head counts are never written down in forward: the -1 of each view infers them, so a module whose matrices
     were split over heads runs as it is. ``attend`` may be replaced by one that sees more tokens than these.
     """
+
+    projections = (("wq", "wk", "wv"),)
 
     def __init__(
         self,
@@ -149,9 +152,10 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, rotation: Rotation, mask: AttentionMask) -> torch.Tensor:
         B, T, _ = x_BTD.shape
-        q_BTHE = self.wq(x_BTD).view(B, T, -1, self.head_dim)
-        k_BTKE = self.wk(x_BTD).view(B, T, -1, self.head_dim)
-        v_BTKE = self.wv(x_BTD).view(B, T, -1, self.head_dim)
+        q_BTN, k_BTN, v_BTN = self.project(x_BTD, ("wq", "wk", "wv"))
+        q_BTHE = q_BTN.view(B, T, -1, self.head_dim)
+        k_BTKE = k_BTN.view(B, T, -1, self.head_dim)
+        v_BTKE = v_BTN.view(B, T, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         q_BTHE, k_BTKE = rotation(q_BTHE), rotation(k_BTKE)

@@ -9,13 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanforge.models.layers.init_spec import Constant, InitSpec, Normal
+from titanforge.models.layers.projections import Projecting
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Projecting):
     """``w2(silu(w1 x) ⊙ w3 x)`` (Shazeer 2020, "GLU Variants Improve Transformer", eq. 6).
 
     Three separate matrices, not a packed one: each is one matrix to an optimizer that works on matrices.
     """
+
+    projections = (("w1", "w3"),)
 
     def __init__(self, dim: int, hidden_dim: int, depth_std: float) -> None:
         """``depth_std``: initial standard deviation of the matrices that are scaled by depth."""
@@ -26,7 +29,8 @@ class SwiGLU(nn.Module):
         self.depth_std = depth_std
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+        gate, up = self.project(x_BTD, ("w1", "w3"))
+        return self.w2(F.silu(gate) * up)
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {

@@ -1,0 +1,87 @@
+"""Linears of one module that read the same input, multiplied as one: q, k and v, or gate and up.
+
+Their weights are laid one below the other in memory, and each stays the parameter that it was. Forward and
+the input's gradient then take one product where they took two or three; the partial gradients of the input
+are summed in that product's accumulator, not in the model's dtype. Each weight keeps its own sink: what is
+done with its own gradient, and every bit of that, does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from titanforge.forge.coverage import Covered
+from titanforge.forge.plan import ParamPlan
+from titanforge.models.layers.projections import Projecting
+
+
+@dataclass(frozen=True)
+class Group:
+    """module: the linears' parent. attributes: theirs in it. names: their weights'. weight: all of them,
+    [sum of N, K].
+    """
+
+    module: Projecting
+    attributes: tuple[str, ...]
+    names: tuple[str, ...]
+    weight: Tensor
+
+
+def lay_side_by_side(
+    model: nn.Module, covered: Mapping[str, Covered], plans: Mapping[str, ParamPlan]
+) -> list[Group]:
+    """Move the weights of every group that can be multiplied as one, and return these groups.
+
+    A group is left alone if one of its linears is not fused as a plain product on one device, has a bias or a hook, or
+    if its weights differ in dtype or device.
+    """
+    fused = {
+        id(owner.module): name
+        for name, owner in covered.items()
+        if owner.placement.kind == "linear" and plans[name].fused and not plans[name].by_hook
+    }
+    groups = [
+        Group(module, attributes, names, _lay([covered[name].param for name in names]))
+        for module, attributes, linears in _candidates(model)
+        if _can_merge(linears)
+        and len(names := tuple(fused[id(one)] for one in linears if id(one) in fused)) == len(linears)
+    ]
+    if any(group.weight.is_cuda for group in groups):
+        torch.cuda.empty_cache()  # the places that the weights have left are too small for the next group
+    return groups
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[Projecting, tuple[str, ...], list[nn.Module]]]:
+    for module in model.modules():
+        if isinstance(module, Projecting) and type(module).project is Projecting.project:
+            for attributes in module.projections:
+                yield module, attributes, [getattr(module, attribute) for attribute in attributes]
+
+
+def _can_merge(linears: Sequence[nn.Module]) -> bool:
+    if any(getattr(one, "bias", None) is not None or hooked(one) for one in linears):
+        return False
+    weights = [one.weight for one in linears]
+    return len({(weight.dtype, weight.device) for weight in weights}) == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether someone waits for the module to be called."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+@torch.no_grad()
+def _lay(weights: Sequence[nn.Parameter]) -> Tensor:
+    together = torch.cat([weight.detach() for weight in weights])
+    for weight, rows in zip(weights, together.split([weight.shape[0] for weight in weights])):
+        weight.data = rows
+    return together

@@ -155,7 +155,9 @@ class Attention(Projecting):
         q_BTN, k_BTN, v_BTN = self.project(x_BTD, ("wq", "wk", "wv"))
         q_BTHE = q_BTN.view(B, T, -1, self.head_dim)
         k_BTKE = k_BTN.view(B, T, -1, self.head_dim)
-        v_BTKE = v_BTN.view(B, T, -1, self.head_dim)
+        # Of a merged product v is a part: attention, which keeps v for backward, would keep q and k with it.
+        # Where they have norms these keep q and k as they are anyway.
+        v_BTKE = (v_BTN if self.q_norm else v_BTN.contiguous()).view(B, T, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         q_BTHE, k_BTKE = rotation(q_BTHE), rotation(k_BTKE)

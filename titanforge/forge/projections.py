@@ -36,8 +36,8 @@ def lay_side_by_side(
 ) -> list[Group]:
     """Move the weights of every group that can be multiplied as one, and return these groups.
 
-    A group is left alone if one of its linears is not fused as a plain product on one device, has a bias or a hook, or
-    if its weights differ in dtype or device.
+    A group is left alone if one of its linears is not fused as a plain product on one device, has a bias or a
+    hook, or if its weights differ in dtype or device.
     """
     fused = {
         id(owner.module): name

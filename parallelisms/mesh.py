@@ -86,8 +86,9 @@ class ParallelDims:
         if in_replica % self.ep:
             fitting = ", ".join(str(d) for d in range(1, in_replica + 1) if in_replica % d == 0)
             raise ValueError(
-                f"{_KEYS['ep']} = {self.ep} does not divide the {in_replica} ranks of a replica ("
-                f"{self._product('dp_shard', 'cp', 'tp')}), which share the experts: use one of {fitting}."
+                f"{_KEYS['ep']} = {self.ep} does not divide the number of ranks of a replica, {in_replica} ("
+                f"{self._product('dp_shard', 'cp', 'tp')}), which share the experts: use one of {fitting}, "
+                "or another number of ranks."
             )
         if self.ep > 1 and self.ep % self.tp:
             raise ValueError(

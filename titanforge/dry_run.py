@@ -67,7 +67,8 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         *(f"  {line}" for line in axis_lines(config, dims, args)),
         *(f"  {line}" for line in ([] if stages is None else stages.lines())),
         f"batch       {sequences} sequences x {training.seq_len} tokens = {sequences * training.seq_len:,} "
-        f"tokens a step, in {micro_batches} micro-batches of {training.local_batch_size} a rank",
+        f"tokens a step, in {micro_batches} micro-batch{'es' * (micro_batches > 1)} of "
+        f"{training.local_batch_size} a rank",
         "optimizer",
     ]
     optimizer_groups = build_groups(model, config.optimizer)

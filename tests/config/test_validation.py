@@ -117,7 +117,9 @@ def test_degrees_must_make_the_number_of_ranks():
         "--parallelism.data_parallel_shard_degree=4",
         world_size=4,
     )
-    assert "makes 8 ranks, but 4 were started: set it to -1 (here 2), or start 8 ranks" in message
+    assert "makes 8 ranks, but 4 were started: set it to -1 (here 2), or take 8 ranks" in message
+    dry = refusal_of("--parallelism.data_parallel_replicate_degree=2", "--job.dry_run", world_size=1)
+    assert dry.endswith("use a divisor of it, or another number of ranks (WORLD_SIZE=N before a dry run)")
     assert validate("--parallelism.data_parallel_replicate_degree=2", world_size=4) == []
     both = ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2")
     assert validate(*both, world_size=4) == []

@@ -30,7 +30,7 @@ MISTAKES = [  # what is set; what the line says
     ({"parallelism__expert_parallel_degree": 2}, "expert_parallel_degree = 2: this model has no experts"),
     (
         {"parallelism__expert_parallel_degree": 3, **QWEN_MOE},
-        "expert_parallel_degree = 3 does not divide the 4 ranks of a replica",
+        "expert_parallel_degree = 3 does not divide the number of ranks of a replica, 4",
     ),
     (
         {"parallelism__expert_parallel_degree": 4, **QWEN_MOE, "model__n_experts": 6},

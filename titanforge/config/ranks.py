@@ -27,6 +27,7 @@ def check_ranks(config: JobConfig, world_size: int, device_type: str) -> int:
     if world_size < 1:
         raise ConfigError(f"WORLD_SIZE = {world_size}: torchrun sets it to the number of ranks, at least 1")
     left, taken = world_size, ""
+    started = "WORLD_SIZE=N before a dry run" if config.job.dry_run else "torchrun --nproc_per_node"
     for name in ("pipeline_parallel", "tensor_parallel", "context_parallel", "data_parallel_replicate"):
         path = f"parallelism.{name}_degree"
         degree = schema.get_value(config, path)
@@ -34,8 +35,8 @@ def check_ranks(config: JobConfig, world_size: int, device_type: str) -> int:
             raise refusal(
                 config,
                 path,
-                f"does not divide the number of ranks, {world_size}{taken}: use a divisor of it, or start"
-                " another number of ranks (torchrun --nproc_per_node)",
+                f"does not divide the number of ranks, {world_size}{taken}: use a divisor of it, or"
+                f" another number of ranks ({started})",
             )
         if degree > 1:
             taken += f" / {name}_degree = {degree}"
@@ -48,7 +49,7 @@ def check_ranks(config: JobConfig, world_size: int, device_type: str) -> int:
             config,
             "parallelism.data_parallel_shard_degree",
             f"times {others} makes {total} ranks, but {world_size} were started: set it to -1 (here {left}),"
-            f" or start {total} ranks",
+            f" or take {total} ranks ({started})",
         )
     if parallelism.expert_parallel_degree > 1 and config.training.enable_cpu_offload:
         raise refusal(

@@ -73,6 +73,8 @@ def check_ranks(config: JobConfig, world_size: int, device_type: str) -> int:
         _check_split_sequences(config)
     if parallelism.pipeline_parallel_degree > 1:
         _check_pipeline(config)
+    if left * parallelism.tensor_parallel_degree * parallelism.context_parallel_degree > 1:
+        _check_storage(config)
     return parallelism.data_parallel_replicate_degree * left
 
 
@@ -144,6 +146,27 @@ def _check_split_sequences(config: JobConfig) -> None:
             "training.enable_cpu_offload",
             "is not available with parallelism.tensor_parallel_degree or context_parallel_degree above 1: set"
             " it to false",
+        )
+
+
+def _check_storage(config: JobConfig) -> None:
+    """What cannot be stored so where ranks hold parts of weights."""
+    optimizer = config.optimizer
+    axes = "parallelism.data_parallel_shard_degree, tensor_parallel_degree and context_parallel_degree"
+    if optimizer.state_dtype == "fp8":
+        raise refusal(
+            config,
+            "optimizer.state_dtype",
+            'has one scale per weight, of which ranks hold parts: use "int8" or "bfloat16", or set'
+            f" {axes} to 1",
+        )
+    rule = rule_name(optimizer.name)
+    if optimizer.master_weights == "stochastic_rounding" and rule in SHARDED_RULES - COORDINATE_RULES:
+        raise refusal(
+            config,
+            "optimizer.master_weights",
+            f"is not available where ranks send the updates that {rule} makes of weights they hold parts of:"
+            f' use "float32", or set {axes} to 1',
         )
 
 

@@ -12,7 +12,7 @@ from titanforge.config import ConfigError, JobConfig
 from titanforge.config.ranks import SHARDED_RULES
 from titanforge.config.rules import rule_name
 from titanforge.models.registry import build_model, model_args
-from titanforge.optim import build_groups, shard_dims
+from titanforge.optim import build_groups, check_storage, shard_dims
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.parallelisms import (
     ParallelDims,
@@ -129,12 +129,15 @@ def check_model(config: JobConfig, dims: ParallelDims, args: Any = None) -> None
 
 
 def _check_rules(config: JobConfig, dims: ParallelDims) -> None:
-    """Whether the rules can update what a rank holds of each weight, and have what replicas are to watch."""
+    """Whether the rules can store and update what a rank holds, and have what replicas are to watch."""
+    optimizer = config.optimizer
     shards = dims.degree("dp_shard_cp")
     rules = {rule_name(config.optimizer.name), rule_name(config.optimizer.scalar.name)}
     cut = shards * dims.tp > 1 and not rules <= SHARDED_RULES
     watched = dims.dp_replicate > 1 and config.sync.policy == "rmmc"
-    if not (cut or watched):
+    native = optimizer.implementation == "native"
+    stored = native and (optimizer.state_dtype != "float32" or optimizer.master_weights != "none")
+    if not (cut or watched or stored):
         return
     with torch.device("meta"):
         model, _ = build_model(
@@ -144,7 +147,9 @@ def _check_rules(config: JobConfig, dims: ParallelDims) -> None:
             seq_len=longest_sequence(config),
             overrides=model_overrides(config),
         )
-    groups = build_groups(model, config.optimizer)
+    groups = build_groups(model.to(DTYPES[config.training.dtype]), optimizer)
+    if stored:
+        check_storage(groups, optimizer, config.training.dtype)
     if watched and not any(
         slot.name == "m"
         for group in groups

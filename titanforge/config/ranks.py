@@ -161,6 +161,14 @@ def _check_storage(config: JobConfig) -> None:
             f" {axes} to 1",
         )
     rule = rule_name(optimizer.name)
+    split = {"muon", "scion", "dion"} | ({"dobb"} if optimizer.dobb.side == "A" else set())
+    if optimizer.state_dtype == "int8" and rule in split:
+        raise refusal(
+            config,
+            "optimizer.state_dtype",
+            f'is not available for the momenta of {rule} where ranks hold parts of them: use "bfloat16", or'
+            f" set {axes} to 1",
+        )
     if optimizer.master_weights == "stochastic_rounding" and rule in SHARDED_RULES - COORDINATE_RULES:
         raise refusal(
             config,

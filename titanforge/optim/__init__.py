@@ -6,7 +6,14 @@ DTensors, and every update runs on their local tensors.
 
 from __future__ import annotations
 
-from titanforge.optim.build import build_groups, build_optimizer, shard_dims, state_bytes, update_bytes
+from titanforge.optim.build import (
+    build_groups,
+    build_optimizer,
+    check_storage,
+    shard_dims,
+    state_bytes,
+    update_bytes,
+)
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.exchanges import exchange_lines
 from titanforge.optim.links import DataLinks
@@ -27,6 +34,7 @@ __all__ = [
     "build_groups",
     "build_optimizer",
     "build_rule",
+    "check_storage",
     "exchange_lines",
     "groups_of_rule",
     "lr_factor",

@@ -158,6 +158,20 @@ def build_groups(
     )
 
 
+def check_storage(groups: Sequence[ParamGroupSpec], options: OptimizerOptions, training_dtype: str) -> None:
+    """Whether states and weights can be stored as asked; raises ValueError, naming the key, where the engine
+    would.
+
+    groups: of the whole model in the dtype that it trains in, from `build_groups`, also on meta.
+    """
+    recipe = build_recipe(options, training_dtype)
+    for group in groups:
+        for param in group.params:
+            recipe.weight_codec_for(group.rule, param)
+            for slot in group.rule.slots_for(param.shape):
+                recipe.state_codec_for(group.rule, slot, param)
+
+
 def shard_dims(groups: Sequence[ParamGroupSpec], shards: int) -> dict[int, int]:
     """The dims along which weights are to be cut into so many shards, by `id` of the weight; weights that
     are not in it may be cut anyhow.

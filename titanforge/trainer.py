@@ -9,16 +9,13 @@ global batch, reduce over replicas, clip, update, log, evaluate, save. Reading `
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
-from titanforge.agreement import Agreement, GlobalBatch
+from titanforge.agreement import Agreement
 from titanforge.assembly import (
     batch_of_step,
     build_loader,
@@ -49,9 +46,8 @@ from titanforge.parallelisms.peers import Progress
 from titanforge.report import announce, summarize
 from titanforge.run_folder import FolderLock, save_config
 from titanforge.run_state import restore_run_state, run_state
+from titanforge.step_totals import StepTotals
 from titanforge.sync import CommLedger, Replication, build_sync_policy
-from titanforge.sync.ledger import named_failure
-from titanforge.sync.policy import REPLICATE_AXIS
 
 
 class Trainer:
@@ -107,7 +103,6 @@ class Trainer:
         self.dims = build_dims(config, self.runtime.world_size)
         self.dims.build_mesh(device_type)
         self.dp_rank, self.dp_world = self.dims.data_rank_and_size()
-        self._replica = self.dims.get_mesh("dp_replicate").get_local_rank()
         self._stage = self.dims.get_mesh("pp").get_local_rank()
         set_determinism(
             self.seed, config.debug.deterministic, config.debug.deterministic_warn_only, self.device
@@ -119,6 +114,7 @@ class Trainer:
             config, self.tokenizer, global_batch, self.dp_rank, self.dp_world, self.seed, self.device
         )
         self.ledger = CommLedger()
+        self.totals = StepTotals(self)
         self.model, self.model_args = self._build_model()
         self.optimizer = self._build_optimizer()
         self.runtime.record = self.ledger.record
@@ -165,9 +161,6 @@ class Trainer:
             Profiler(config.profiling, self.dump_folder, self.runtime.rank, self.step, self.device.type)
         )
         self.agreement = Agreement(self)
-        # The step under way is each replica's own until the policy's decision; its batch then, and the tokens
-        # of the run if it is logged.
-        self._alone, self._own, self._tokens_shown = False, GlobalBatch([], [], False), 0
         self.captured = self._build_captured() if config.compile.cuda_graph else None
         if self.is_main:
             announce(self)
@@ -222,8 +215,8 @@ class Trainer:
             seed=self.seed,
             ranks=Ranks(
                 mesh_sizes(self.dims),
-                sum_over_data=self._count_over_data,
-                sum_over=self._reduce_norm,
+                sum_over_data=self.totals.sum_over_data,
+                sum_over=self.totals.sum_squares,
                 reduce=config.sync.reduce,
             ),
         )
@@ -282,9 +275,7 @@ class Trainer:
         batch = self.agreement.next_batch()
         batches, tokens_by_replica, known = batch
         valid_tokens = max(sum(tokens_by_replica), 1)
-        self._alone = not self.sync.syncs_next
-        if self._alone:
-            self._own = batch
+        alone = self.totals.begin_step(batch)
         schedule = config.lr_scheduler
         factor = lr_factor(
             self.step,
@@ -296,9 +287,9 @@ class Trainer:
         )
         self.optimizer.set_lr(factor)
         self._divisor.fill_(self.sync.gradient_divisor(tokens_by_replica))
-        self._valid_tokens.fill_(max(tokens_by_replica[self._replica], 1) if self._alone else valid_tokens)
+        self._valid_tokens.fill_(max(tokens_by_replica[self.totals.replica], 1) if alone else valid_tokens)
         self._step_number.fill_(self.step + 1)
-        self.sync.begin_step(self.micro_batches, tokens_by_replica, agreed=not self._alone)
+        self.sync.begin_step(self.micro_batches, tokens_by_replica, agreed=not alone)
         if self.captured is None:
             self.optimizer.begin_step(self.micro_batches)
             loss, grad_norm = self._compute(batches)
@@ -307,8 +298,8 @@ class Trainer:
             self._static.fill(batches)
             loss, grad_norm = self.captured()
         self.step += 1
-        shown = self._alone and self.metrics.due(self.step)
-        tokens_shown = self._tokens_shown if shown else self.tokens_seen + valid_tokens
+        shown = alone and self.metrics.due(self.step)
+        tokens_shown = self.totals.tokens_seen if shown else self.tokens_seen + valid_tokens
         self.tokens_seen += valid_tokens if known else 0
         if self.sync.alarm:
             self.agreement.soon()
@@ -336,13 +327,13 @@ class Trainer:
         loss = accumulate(batches)
         self.sync.reduce_gradients()
         grad_norm, scale = self.optimizer.clip(self._clip_factor)
-        loss, grad_norm = self._over_ranks(loss, grad_norm)
-        if not self._alone:
-            self._share_nonfinite()
-        apply_flag = self.finite.check(loss, grad_norm, self._step_number, self._alone)
+        loss, grad_norm = self.totals.over_ranks(loss, grad_norm)
+        if not self.totals.alone:
+            self.totals.share_nonfinite()
+        apply_flag = self.finite.check(loss, grad_norm, self._step_number, self.totals.alone)
         if not batches:
             apply_flag = torch.zeros_like(apply_flag)
-        logged = self._begin_log(loss, grad_norm)
+        logged = self.totals.begin_log(loss, grad_norm)
         if self.captured is None:
             self.sync.step(self.optimizer, apply_flag, scale, self.agreement.attention)
         else:  # its host side is done
@@ -400,73 +391,18 @@ class Trainer:
             self.model.parameters(),
             self.config.training.max_norm,
             groups=[] if stages is None else [stages],
-            all_reduce=self._reduce_norm,
+            all_reduce=self.totals.sum_squares,
         )
-
-    def _over_ranks(
-        self, loss: torch.Tensor, grad_norm: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The loss of the whole global batch; the norm that all ranks share, or, where gradients are each
-        replica's own, the root mean square of theirs: not finite on all ranks if it is on one. In a step that
-        replicas take by themselves, this one's parts of both: not finite on its ranks if it is on one."""
-        name, axis = ("dp_shard_cp", "dp_shard") if self._alone else ("loss", "loss")
-        group = self.dims.get_group(name)
-        if grad_norm is None or not self.sync.local_gradients:
-            self.ledger.all_reduce(loss, group, axis=axis, purpose="loss")
-            return loss, grad_norm
-        both = torch.stack([loss, grad_norm.square() / self.dims.degree("loss")])
-        self.ledger.all_reduce(both, group, axis=axis, purpose="loss")
-        return both[0], both[1].sqrt()
-
-    def _begin_log(
-        self, loss: torch.Tensor, grad_norm: torch.Tensor | None
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-        """What gives both over all replicas, which the update need not wait for; as they are if nobody will
-        look at them."""
-        if not self._alone or not self.metrics.due(self.step + 1):
-            return lambda: (loss, grad_norm)
-        batch, square = self._own, torch.zeros_like(loss) if grad_norm is None else grad_norm.square()
-        losses = loss * max(batch.tokens[self._replica], 1)
-        counts = torch.tensor(self.agreement.told(batch), dtype=torch.float64)
-        nonfinite = self.finite.told(self._replica, self.dims.dp_replicate)
-        told = torch.cat([torch.stack([losses, square]).double(), nonfinite.double(), counts.to(self.device)])
-        group = self.dims.get_group("dp_replicate")
-        work = self.ledger.all_reduce(told, group, axis=REPLICATE_AXIS, purpose="loss", async_op=True)
-
-        def end() -> tuple[torch.Tensor, torch.Tensor | None]:
-            if work is not None:
-                with named_failure("the all-reduce of loss over dp_replicate"):
-                    work.wait()
-            self.finite.heard(told[2 : -counts.numel()].long())
-            tokens, *totals = (int(count) for count in told[-counts.numel() :].tolist())
-            self._tokens_shown = self.agreement.heard(batch, [tokens, *totals])
-            mean = told[0] / max(tokens, 1)
-            return mean.float(), None if grad_norm is None else told[1].sqrt().float()
-
-        return end
 
     def sync_point(self, reason: str) -> None:
         """Make replicas coherent before something looks at weights or states; training goes on from it."""
         self.agreement.settle()
-        self._share_nonfinite()
+        self.totals.share_nonfinite()
         self.sync.synchronize(reason)
         self.metrics.sync_events(self.step, self.sync.take_events())
 
-    def _count_over_data(self, count: torch.Tensor) -> None:
-        self.ledger.all_reduce(count, self.dims.get_group("loss"), axis="loss", purpose="finite losses")
-
-    def _reduce_norm(self, square: torch.Tensor, group: ProcessGroup) -> None:
-        axes = ("tp", "pp", "ep", "dp_shard_mod_ep")
-        axis = next((axis for axis in axes if group is self.dims.get_group(axis)), "dp_shard")
-        self.ledger.all_reduce(square, group, axis=axis, purpose="grad_norm")
-
-    def _share_nonfinite(self) -> None:
-        group = self.dims.get_group("dp_replicate")
-        reduce = partial(self.ledger.all_reduce, group=group, axis=REPLICATE_AXIS, purpose="nonfinite steps")
-        self.finite.share(self._replica, self.dims.dp_replicate, reduce)
-
     def _stop_if_nonfinite(self) -> None:
-        self._share_nonfinite()
+        self.totals.share_nonfinite()
         if (failure := self.finite.failure()) is not None:
             self.checkpointer.maybe_wait()
             raise failure

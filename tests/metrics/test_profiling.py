@@ -52,7 +52,7 @@ def test_out_of_memory_surfaces_whatever_else_fails(
     (tmp_path / "file").write_text("in the way of the snapshot folder")
     config = Profiling(enable_profiling=True, enable_memory_snapshot=True, save_memory_snapshot_folder="file")
     profiler = Profiler(config, tmp_path, device_type="cpu")
-    assert any("has no effect on cpu" in r.message for r in caplog.records)
+    assert not profiler._snapshots  # the configuration's check has said so
     # On a machine without CUDA every snapshot call fails: just what must not hide the error.
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
     profiler._snapshots = True

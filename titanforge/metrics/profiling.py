@@ -68,11 +68,6 @@ class Profiler:
         self.snapshots_folder = Path(dump_folder) / config.save_memory_snapshot_folder
         self._profile: torch.profiler.profile | None = None
         self._snapshots = config.enable_memory_snapshot and device_type == "cuda"
-        if config.enable_memory_snapshot and device_type != "cuda":
-            logger.warning(
-                "profiling.enable_memory_snapshot has no effect on %s: it records CUDA's allocator",
-                device_type,
-            )
         if config.enable_profiling:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if device_type == "cuda":

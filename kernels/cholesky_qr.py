@@ -11,11 +11,14 @@ from torch import Tensor
 from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, runs_triton
 from titanforge.kernels.cholesky_qr_kernel import (
     advance_kernel,
+    correct_kernel,
     gram_kernel,
     invert_kernel,
+    orthonormal_kernel,
     product_kernel,
+    restore_kernel,
     scale_kernel,
-    solve_kernel,
+    split_kernel,
 )
 
 PRECISION = "ieee" if INTERPRET else "tf32x3"
@@ -24,37 +27,31 @@ PRECISION = "ieee" if INTERPRET else "tf32x3"
 
 @dataclass(frozen=True)
 class CholeskyConfig:
-    """tile: edge of the tiles. block_k: columns summed at a step. rows: of a solve's program. The rest: warps
-    of each kernel, and stages of all.
+    """tile: edge of the tiles. block_k: columns summed at a step. warps: of products. stages: of all.
 
-    invert_warps: of a launch of its own for the diagonal tiles; 0: they go with the updates of other tiles.
-    lean: for bf16 bases, two thirds of the products. Whatever triangle the first pass divides by, the second
-    one makes up for, so its solve takes the triangle's high plane. What it leaves is near orthonormal: the
-    high plane of that is what the second pass orthonormalises, by a triangle near the identity. A basis is
-    then off by the rounding to bf16 twice; it is as orthonormal as before.
+    factor_warps: of the two launches of a panel. invert_warps: of a launch of its own for the diagonal tiles;
+    0: they go with the updates of other tiles. planes: whether C is split into planes by a launch of its own,
+    once for all the tiles that read it.
     """
 
     tile: int = 128
     block_k: int = 32
-    rows: int = 128
-    product_warps: int = 8
-    gram_warps: int = 4
-    factor_warps: int = 8
-    solve_warps: int = 8
+    warps: int = 4
     stages: int = 3
+    factor_warps: int = 4
     invert_warps: int = 0
-    lean: bool = False
+    planes: bool = True
 
 
 def config_for(width: int) -> CholeskyConfig:
     """The tiles for blocks of a width."""
     if INTERPRET:
-        return CholeskyConfig(64, 32, 32)
+        return CholeskyConfig(64, planes=width > 64)
     if width > 512:
-        return CholeskyConfig(factor_warps=4, lean=True)
+        return CholeskyConfig()
     if width > 64:
-        return CholeskyConfig(invert_warps=2, lean=True)  # mostly diagonal tiles: a launch that only inverts
-    return CholeskyConfig(64, 32, 64, product_warps=4, factor_warps=4, solve_warps=4)
+        return CholeskyConfig(invert_warps=2, planes=width > 128)  # mostly diagonal tiles
+    return CholeskyConfig(64, planes=False)
 
 
 def cholesky_qr_refresh(
@@ -72,12 +69,28 @@ def cholesky_qr_refresh(
     if not runs_triton(statistic):
         return reference_refresh(statistic, basis, relative_shift)
     failed = torch.zeros(len(basis), dtype=torch.int32, device=basis.device)
+    u = basis.contiguous()
     fresh = _triton_refresh(
-        statistic.contiguous(), basis.contiguous(), relative_shift, failed,
-        config or config_for(basis.shape[-1]),
-    )  # fmt: skip
-    bad = (failed != 0) | ~torch.isfinite(fresh).all(dim=-1).all(dim=-1)
-    return torch.where(bad[:, None, None], basis, fresh), bad
+        statistic.contiguous(), u, relative_shift, failed, config or config_for(basis.shape[-1])
+    )
+    numel = u[0].numel()
+    restore_kernel[(len(u), cdiv(numel, 4096))](failed, u, fresh, numel, BLOCK=4096, **LAUNCH_OPTIONS)
+    return fresh, failed != 0
+
+
+def corrections(relative_shift: float, dtype: torch.dtype) -> int:
+    """How many first-order corrections a basis of this dtype needs.
+
+    Q of the Cholesky pass is off by E = Q^T Q - I, at most about kappa^2 2^-18, with kappa = (1 + omega) /
+    omega and the relative error of products of planes; each correction squares it, and what is left is to be
+    below the rounding of the dtype (fp32: of the planes).
+    """
+    off = ((1 + relative_shift) / relative_shift) ** 2 * 2.0**-18
+    target = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-16
+    rounds = 1
+    while rounds < 4 and off ** (2**rounds) > target:
+        rounds += 1
+    return rounds
 
 
 def reference_refresh(statistic: Tensor, basis: Tensor, relative_shift: float) -> tuple[Tensor, Tensor]:
@@ -96,57 +109,65 @@ def reference_refresh(statistic: Tensor, basis: Tensor, relative_shift: float) -
 
 
 def _triton_refresh(c: Tensor, u: Tensor, omega: float, failed: Tensor, config: CholeskyConfig) -> Tensor:
-    """Two passes; the bases, in u's dtype. failed: int32 [N], set to 1.
+    """The bases, in u's dtype: a Cholesky pass, then corrections. failed: int32 [N], set to 1.
 
-    Workspace: 8 bytes an element of the padded blocks.
+    The second pass of Cholesky QR divides by the triangle of a matrix I + E. To first order in E that is
+    I + X^T, X the lower triangle of E with half of its diagonal: two products, where a factorisation would
+    be a chain of small steps. For bf16 bases the high plane of what the first pass leaves is corrected: a
+    basis is then off by the rounding to bf16 twice, and as orthonormal.
+
+    Workspace: 10 bytes an element of the padded blocks, 12 for fp32 bases.
     """
     count, width = u.shape[0], u.shape[-1]
     tile = config.tile
     panels = cdiv(width, tile)
     padded = panels * tile
     device = u.device
+    split = u.dtype == torch.float32
     largest = torch.linalg.vector_norm(c, ord=1, dim=-1).amax(dim=-1)
-    q = torch.empty(2, count, padded, padded, dtype=torch.bfloat16, device=device)
+    a = torch.empty(2, count, padded, padded, dtype=torch.bfloat16, device=device)
     gram = torch.empty(count, padded, padded, dtype=torch.float32, device=device)
     inverse = torch.zeros(2, count, panels, tile, tile, dtype=torch.bfloat16, device=device)
+    q = torch.empty(2 if split else 1, count, padded, padded, dtype=torch.bfloat16, device=device)
     fresh = torch.empty_like(u)
-    factor, plane, d_low = gram.view(torch.bfloat16), q[0].numel(), inverse[0].numel()
+    # Before the Gram matrix its place has C's planes; after it L's and V's, and X's at last.
+    planes, plane, d_low = gram.view(torch.bfloat16), a[0].numel(), inverse[0].numel()
     options: dict[str, Any] = {
         "TILE": tile, "BLOCK_K": config.block_k, "TO_FP32": INTERPRET, "num_stages": config.stages,
-        **LAUNCH_OPTIONS,
+        "num_warps": config.warps, **LAUNCH_OPTIONS,
     }  # fmt: skip
     factor_options = {**options, "num_warps": config.factor_warps}
-    product_kernel[(count, panels, panels)](
-        c, u, largest, q, plane, width, padded, omega,
-        MASKED=width != padded, U_SPLIT=u.dtype == torch.float32,
-        num_warps=config.product_warps, **options,
-    )  # fmt: skip
-    lean = config.lean and u.dtype == torch.bfloat16
-    for last in (False, True):
-        both = not (lean and last)  # planes of what this pass begins with
-        gram_kernel[(count, panels, panels)](
-            q, gram, plane, padded, SPLIT=both, num_warps=config.gram_warps, **options
+    tiles = (count, panels, panels)
+    if config.planes:
+        split_kernel[(count, padded // 16)](
+            c, planes, plane, padded, width, ROWS=16, WIDTH=tile, num_warps=4, **LAUNCH_OPTIONS
         )
-        for panel in range(panels):
-            below = panels - panel - 1
-            tasks = 1 if panel == 0 or not below else below + 2
-            if panel or not config.invert_warps:  # the first panel lacks nothing
-                advance_kernel[(count, tasks)](
-                    gram, factor, inverse, failed, d_low, padded, panel, panels,
-                    SPLIT=both, INVERT=not config.invert_warps, PRECISION=PRECISION, **factor_options,
-                )  # fmt: skip
-            if config.invert_warps:
-                invert_kernel[(count,)](
-                    gram, inverse, failed, d_low, padded, panel, panels,
-                    TILE=tile, PRECISION=PRECISION, num_warps=config.invert_warps, **LAUNCH_OPTIONS,
-                )  # fmt: skip
-            if below:
-                scale_kernel[(count, below)](
-                    gram, factor, inverse, d_low, padded, panel, panels, **factor_options
-                )
-        solve_kernel[(count, padded // config.rows)](
-            q, factor, inverse, fresh, plane, d_low, width, padded, panels,
-            LAST=last, Q_SPLIT=both, L_SPLIT=not lean, ROWS=config.rows,
-            num_warps=config.solve_warps, **options,
-        )  # fmt: skip
+    product_kernel[tiles](
+        planes if config.planes else c, u, largest, a, plane, padded, omega, width,
+        MASKED=width != padded, C_PLANES=config.planes, U_SPLIT=split, **options,
+    )  # fmt: skip
+    gram_kernel[tiles](a, gram, failed, plane, padded, width, SPLIT=True, NEAR=False, **options)
+    for panel in range(panels):
+        below = panels - panel - 1
+        if panels > 1 or not config.invert_warps:
+            tasks = panel + (below + 2 if below else 1)
+            advance_kernel[(count, tasks)](
+                gram, planes, inverse, failed, d_low, padded, panel, panels,
+                INVERT=not config.invert_warps, PRECISION=PRECISION, **factor_options,
+            )  # fmt: skip
+        if config.invert_warps:
+            invert_kernel[(count,)](
+                gram, inverse, failed, d_low, padded, panel, panels,
+                TILE=tile, PRECISION=PRECISION, num_warps=config.invert_warps, **LAUNCH_OPTIONS,
+            )  # fmt: skip
+        scale_kernel[(count, panels)](planes, inverse, d_low, padded, panel, panels, **factor_options)
+    orthonormal_kernel[tiles](a, planes, q, plane, padded, panels, SPLIT=split, **options)
+    rounds = corrections(omega, u.dtype)
+    for number in range(rounds):
+        last = number == rounds - 1
+        gram_kernel[tiles](q, planes, failed, plane, padded, width, SPLIT=split, NEAR=True, **options)
+        correct_kernel[tiles](
+            q, planes, fresh if last else a, plane, padded, panels, width, SPLIT=split, LAST=last, **options
+        )
+        q, a = a, q
     return fresh

@@ -1,20 +1,26 @@
-"""Triton kernels of the batched Cholesky QR: product, Gram matrix, blocked factorisation, triangular solve.
+"""Triton kernels of the batched Cholesky QR: products, blocked factorisation and inverse, correction.
 
-Matrices are [N, P, P], P = panels x TILE, padded with the identity, so that no inner loop has a mask. A
+Matrices are [N, P, P], P = panels x TILE, padded with the identity, so that few inner loops have a mask. A
 factor in fp32 precision is the sum of two bf16 *planes*, high and low: three bf16 products, accumulated in
 fp32, then stand for an fp32 one (the fourth is below the rounding), at the tensor cores' full rate and in the
-bytes of fp32. Q is two planes of [N, P, P]. The Gram matrix is fp32; a column of its tiles turns into the
-planes of L where it stood, BLOCK_K columns of the high plane before the same of the low one.
+bytes of fp32. C, A = (C + eps I) U and Q are planes of [N, P, P], the low one `plane` elements on.
 
-A panel of the factorisation is two launches: `advance_kernel` inverts the diagonal tile, and at the same time
-brings the tiles below it and the next diagonal tile up to date; `scale_kernel` multiplies by the inverse.
+The Gram matrix is fp32, in tiles. Each turns into two planes where it stood, TILE columns of the high one
+before the same of the low one: below the diagonal of L, on and above it of V = L^-1, whose tile [i, j] stands
+at (j, i). With V at hand no solve is left, whose columns would follow one another: Q is A V^T, a product.
+
+A panel is two launches: `advance_kernel` inverts the diagonal tile, and at the same time brings all that the
+panel's columns of L and rows of V need up to date; `scale_kernel` multiplies these by the inverse.
 """
 
 # Compile-time constants of Triton are Python numbers to its compiler and `constexpr` to a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from titanforge.kernels._triton import jit, tl
+from titanforge.kernels._triton import constant, jit, tl
+
+FARTHEST = constant(0.25)
+"""Largest |Q^T Q - I| of an element that the correction takes."""
 
 
 @jit
@@ -39,30 +45,51 @@ def _dot3(a_high, a_low, b_high, b_low, total, TO_FP32: tl.constexpr):
 
 
 @jit
+def _store_split(out, low, value):
+    high, rest = _split(value)
+    tl.store(out, high)
+    tl.store(out + low, rest)
+
+
+@jit
+def split_kernel(c_ptr, out_ptr, plane, P, w: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The planes of C, fp32 [N, w, w], padded with zeros. Grid: N, P / ROWS."""
+    batch, rows = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    for start in range(0, P, WIDTH):
+        columns = start + tl.arange(0, WIDTH)
+        inside = (rows < w)[:, None] & (columns < w)[None, :]
+        c = tl.load(c_ptr + batch * w * w + rows[:, None] * w + columns[None, :], inside, other=0.0)
+        _store_split(out_ptr + batch * P * P + rows[:, None] * P + columns[None, :], plane, c)
+
+
+@jit
 def product_kernel(
-    c_ptr, u_ptr, largest_ptr, q_ptr, plane, w, P, omega,
-    MASKED: tl.constexpr, U_SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
-    TO_FP32: tl.constexpr,
+    c_ptr, u_ptr, largest_ptr, q_ptr, plane, P, omega, w: tl.constexpr,
+    MASKED: tl.constexpr, C_PLANES: tl.constexpr, U_SPLIT: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Q = C U / largest + omega U; 0 where `largest` is not positive. C: fp32 [N, w, w], U likewise, bf16 or
-    (U_SPLIT) fp32. Grid: N, panels, panels.
+    """A = C U / largest + omega U; 0 where `largest` is not positive. C: fp32 [N, w, w] or, C_PLANES, from
+    `split_kernel`. U: [N, w, w], bf16 or (U_SPLIT) fp32. Grid: N, panels, panels.
     """
     batch = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    c_base, u_base = c_ptr + batch * w * w, u_ptr + batch * w * w
+    u_base = u_ptr + batch * w * w
     total = tl.zeros((TILE, TILE), dtype=tl.float32)
     for start in range(0, w, BLOCK_K):
         steps = start + tl.arange(0, BLOCK_K)
-        c_places = c_base + rows[:, None] * w + steps[None, :]
+        if C_PLANES:
+            c_places = c_ptr + batch * P * P + rows[:, None] * P + steps[None, :]
+            high, low = tl.load(c_places), tl.load(c_places + plane)
+        else:
+            inside = (rows < w)[:, None] & (steps < w)[None, :]
+            c_places = c_ptr + batch * w * w + rows[:, None] * w + steps[None, :]
+            high, low = _split(tl.load(c_places, inside, other=0.0))
         u_places = u_base + steps[:, None] * w + columns[None, :]
         if MASKED:
-            c = tl.load(c_places, (rows < w)[:, None] & (steps < w)[None, :], other=0.0)
             u = tl.load(u_places, (steps < w)[:, None] & (columns < w)[None, :], other=0.0)
         else:
-            c = tl.load(c_places)
             u = tl.load(u_places)
-        high, low = _split(c)
         if U_SPLIT:
             u_high, u_low = _split(u)
             total = _dot3(high, low, u_high, u_low, total, TO_FP32)
@@ -72,21 +99,23 @@ def product_kernel(
     inside = (rows < w)[:, None] & (columns < w)[None, :]
     u = tl.load(u_base + rows[:, None] * w + columns[None, :], inside, other=0.0).to(tl.float32)
     largest = tl.load(largest_ptr + batch)
-    q = tl.where(largest > 0, total / largest + omega * u, 0.0)
-    q = tl.where(inside, q, tl.where(rows[:, None] == columns[None, :], 1.0, 0.0))
-    high, low = _split(q)
-    out = q_ptr + batch * P * P + rows[:, None] * P + columns[None, :]
-    tl.store(out, high)
-    tl.store(out + plane, low)
+    a = tl.where(largest > 0, total / largest + omega * u, 0.0)
+    a = tl.where(inside, a, tl.where(rows[:, None] == columns[None, :], 1.0, 0.0))
+    _store_split(q_ptr + batch * P * P + rows[:, None] * P + columns[None, :], plane, a)
 
 
 @jit
 def gram_kernel(
-    q_ptr, gram_ptr, plane, P,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
+    q_ptr, out_ptr, failed_ptr, plane, P, w: tl.constexpr,
+    SPLIT: tl.constexpr, NEAR: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+    TO_FP32: tl.constexpr,
 ):  # fmt: skip
-    """gram = Q^T Q (without SPLIT of Q's high plane), tiles on and below the diagonal. Grid: N, panels,
+    """Q^T Q (without SPLIT of Q's high plane), fp32, tiles on and below the diagonal. Grid: N, panels,
     panels.
+
+    NEAR: Q is nearly orthonormal, and `out` takes the planes (without SPLIT the high one) of the triangle X
+    that corrects it to first order: with E = Q^T Q - I the strictly lower part of E and half of its diagonal,
+    zeros above. Sets failed where an element of E is above FARTHEST, or not a number.
     """
     batch, row, column = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if column <= row:
@@ -95,7 +124,7 @@ def gram_kernel(
         left = q_ptr + batch * P * P + steps[:, None] * P + (row * TILE + index)[None, :]
         right = q_ptr + batch * P * P + steps[:, None] * P + (column * TILE + index)[None, :]
         total = tl.zeros((TILE, TILE), dtype=tl.float32)
-        for _ in range(0, P, BLOCK_K):
+        for _ in range(0, w, BLOCK_K):
             a, b = tl.load(left), tl.load(right)
             if SPLIT:
                 a_low, b_low = tl.load(left + plane), tl.load(right + plane)
@@ -104,59 +133,47 @@ def gram_kernel(
                 total = _dot(tl.trans(a), b, total, TO_FP32)
             left += BLOCK_K * P
             right += BLOCK_K * P
-        out = gram_ptr + batch * P * P + (row * TILE + index)[:, None] * P + (column * TILE + index)[None, :]
-        tl.store(out, total)
-
-
-@jit
-def _times_factor(
-    a_ptr, a_low, l_ptr, P, first, last, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
-    A_IS_L: tl.constexpr, A_SPLIT: tl.constexpr, L_SPLIT: tl.constexpr, TO_FP32: tl.constexpr,
-):  # fmt: skip
-    """sum over the columns first .. last of A[:, k] L[:, k]^T, fp32 [ROWS, TILE].
-
-    a_ptr: A's first row, of Q (its low plane `a_low` elements on) or, A_IS_L, of L. l_ptr: L's first row.
-    A_SPLIT, L_SPLIT: whether the low planes count; L's only where A's do.
-    """
-    steps = tl.arange(0, BLOCK_K)
-    total = tl.zeros((ROWS, TILE), dtype=tl.float32)
-    a_rows = a_ptr + tl.arange(0, ROWS)[:, None] * (2 * P if A_IS_L else P)
-    l_rows = l_ptr + tl.arange(0, TILE)[:, None] * (2 * P)
-    for start in range(first, last, BLOCK_K):
-        place = 2 * start + steps[None, :]  # of L: BLOCK_K columns of the high plane before those of the low
-        a_place = a_rows + (place if A_IS_L else start + steps[None, :])
-        a, b = tl.load(a_place), tl.load(l_rows + place)
-        if A_SPLIT:
-            total = _dot(tl.load(a_place + a_low), tl.trans(b), total, TO_FP32)
-            if L_SPLIT:
-                total = _dot(a, tl.trans(tl.load(l_rows + place + BLOCK_K)), total, TO_FP32)
-        total = _dot(a, tl.trans(b), total, TO_FP32)
-    return total
+        rows, columns = row * TILE + index, column * TILE + index
+        # Of the identity that pads Q the loop has seen what shares its last rows.
+        unseen = rows[:, None] >= tl.cdiv(w, BLOCK_K) * BLOCK_K
+        total += tl.where((rows[:, None] == columns[None, :]) & unseen, 1.0, 0.0)
+        out = out_ptr + batch * P * P + rows[:, None] * P + columns[None, :]
+        if NEAR:
+            off = total - tl.where(rows[:, None] == columns[None, :], 1.0, 0.0)
+            far = tl.where(tl.abs(off) <= FARTHEST, 0, 1)
+            if tl.max(tl.max(far, axis=1), axis=0) > 0:
+                tl.store(failed_ptr + batch, 1)
+            x = tl.where(rows[:, None] > columns[None, :], off, 0.0)
+            x = tl.where(rows[:, None] == columns[None, :], 0.5 * off, x)
+            high, low = _split(x)
+            tl.store(out, high)
+            if SPLIT:
+                tl.store(out + plane, low)
+        else:
+            tl.store(out, total)
 
 
 @jit
 def _eliminate(a, SIZE: tl.constexpr):
     """L^-1 of the Cholesky factor of a [SIZE, SIZE], and whether a pivot was not positive or not finite.
 
-    Such a pivot counts as 1: the rest stays finite if it was.
+    Such a pivot counts as 1: the rest stays finite if it was. One array takes all: what is left of `a` right
+    of column k, whose row k is its column k too, and the inverse's rows, not yet scaled, left of it.
     """
     index = tl.arange(0, SIZE)
     rows, columns = index[:, None], index[None, :]
-    inverse = tl.where(rows == columns, 1.0, 0.0)
-    pivots = tl.full((SIZE,), 1.0, dtype=tl.float32)
     bad = 0
     for k in range(SIZE):
         row = tl.sum(tl.where(rows == k, a, 0.0), axis=0)
-        inverse_row = tl.sum(tl.where(rows == k, inverse, 0.0), axis=0)
-        column = tl.sum(tl.where(columns == k, a, 0.0), axis=1)
         pivot = tl.sum(tl.where(index == k, row, 0.0), axis=0)
         good = (pivot > 0.0) & (pivot < float("inf"))
         bad = tl.where(good, bad, 1)
-        pivot = tl.where(good, pivot, 1.0)
-        factor = tl.where(index > k, column / pivot, 0.0)
-        a = a - factor[:, None] * row[None, :]
-        inverse = inverse - factor[:, None] * inverse_row[None, :]
-        pivots = tl.where(index == k, pivot, pivots)
+        factor = tl.where(index > k, row / tl.where(good, pivot, 1.0), 0.0)
+        row = tl.where(index == k, 1.0, row)
+        a = tl.where((columns == k) & (rows > k), 0.0, a) - factor[:, None] * row[None, :]
+    pivots = tl.sum(tl.where(rows == columns, a, 0.0), axis=1)
+    pivots = tl.where((pivots > 0.0) & (pivots < float("inf")), pivots, 1.0)
+    inverse = tl.where(rows == columns, 1.0, tl.where(rows > columns, a, 0.0))
     return inverse / tl.sqrt(pivots)[:, None], bad
 
 
@@ -168,13 +185,6 @@ def _ab(a, b, PRECISION: tl.constexpr):
 @jit
 def _abt(a, b, PRECISION: tl.constexpr):
     return tl.dot(a, tl.trans(b), input_precision=PRECISION)
-
-
-@jit
-def _store_split(out, low, value):
-    high, rest = _split(value)
-    tl.store(out, high)
-    tl.store(out + low, rest)
 
 
 @jit
@@ -223,36 +233,66 @@ def _invert_tile(tile_ptr, P, d_ptr, d_low, TILE: tl.constexpr, PRECISION: tl.co
 @jit(unspecialized=("panel",))
 def advance_kernel(
     gram_ptr, l_ptr, d_ptr, failed_ptr, d_low, P, panel, panels,
-    SPLIT: tl.constexpr, INVERT: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, TO_FP32: tl.constexpr,
+    INVERT: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    TO_FP32: tl.constexpr,
 ):  # fmt: skip
     """Program 0 of a matrix: the inverse factor of the diagonal tile, which lacks the last panel's part alone
-    (without INVERT that part alone: `invert_kernel` follows). The next ones: A[i, panel] -= sum over p <
-    panel of L[i, p] L[panel, p]^T, i > panel. The last one: the same of the next diagonal tile, without its
-    last part. Grid: N, and these.
+    (without INVERT that part alone: `invert_kernel` follows). The next ones: A[i, panel] - sum over p < panel
+    of L[i, p] L[panel, p]^T, i > panel. The next: the same of the next diagonal tile, without its last part.
+    The rest: sum over j <= p < panel of L[panel, p] V[p, j], j < panel. Grid: N, and these.
     """
     batch, task = tl.program_id(0).to(tl.int64), tl.program_id(1)
     gram_base, l_base = gram_ptr + batch * P * P, l_ptr + batch * P * P * 2
     below = panels - panel - 1
-    ahead = task == below + 1
-    row = panel + tl.where(ahead, 1, task)
-    column = panel + tl.where(ahead, 1, 0)
-    first = tl.where(task == 0, tl.maximum(panel - 1, 0), 0) * TILE
-    index = tl.arange(0, TILE)
-    out = gram_base + (row * TILE + index)[:, None] * P + (column * TILE + index)[None, :]
-    l_rows = l_base + row * TILE * 2 * P
-    l_columns = l_base + column * TILE * 2 * P
-    total = _times_factor(
-        l_rows, BLOCK_K, l_columns, P, first, panel * TILE, TILE, TILE, BLOCK_K, True, SPLIT, SPLIT, TO_FP32
-    )
-    tl.store(out, tl.load(out) - total)
-    if INVERT:  # noqa: SIM102 (known to the compiler)
-        if task == 0:
-            tl.debug_barrier()  # the tile is read in quarters, by other threads than wrote it
-            tile = gram_base + panel * TILE * P + panel * TILE
-            own = d_ptr + (batch * panels + panel) * TILE * TILE
-            if _invert_tile(tile, P, own, d_low, TILE, PRECISION) != 0:
-                tl.store(failed_ptr + batch, 1)
+    others = tl.where(below > 0, below + 2, 1)
+    index, steps = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
+    total = tl.zeros((TILE, TILE), dtype=tl.float32)
+    if task >= others:
+        column = task - others
+        a_rows = l_base + (panel * TILE + index)[:, None] * (2 * P) + steps[None, :]
+        v = l_base + (column * TILE + steps)[:, None] * (2 * P) + index[None, :]
+        for start in range(column * TILE, panel * TILE, BLOCK_K):
+            within = tl.multiple_of(start % TILE, BLOCK_K)  # the compiler does not see it
+            tiles = tl.multiple_of(2 * (start - within), 2 * TILE)
+            a_place = a_rows + (tiles + within)
+            b_place = v + within * (2 * P) + tiles
+            total = _dot3(
+                tl.load(a_place), tl.load(a_place + TILE), tl.load(b_place), tl.load(b_place + TILE),
+                total, TO_FP32,
+            )  # fmt: skip
+        out = l_base + (column * TILE + index)[:, None] * (2 * P) + panel * (2 * TILE) + index[None, :]
+        _store_split(out, TILE, total)
+    else:
+        ahead = task == below + 1
+        diagonal = ahead | (task == 0)
+        row = panel + tl.where(ahead, 1, task)
+        column = panel + tl.where(ahead, 1, 0)
+        first = tl.where(task == 0, tl.maximum(panel - 1, 0), 0) * TILE
+        a_rows = l_base + (row * TILE + index)[:, None] * (2 * P) + steps[None, :]
+        b_rows = l_base + (column * TILE + index)[:, None] * (2 * P) + steps[None, :]
+        for start in range(first, panel * TILE, BLOCK_K):
+            within = tl.multiple_of(start % TILE, BLOCK_K)
+            place = tl.multiple_of(2 * (start - within), 2 * TILE) + within
+            b, b_low = tl.load(b_rows + place), tl.load(b_rows + place + TILE)
+            total = _dot3(
+                tl.load(a_rows + place), tl.load(a_rows + place + TILE), tl.trans(b), tl.trans(b_low),
+                total, TO_FP32,
+            )  # fmt: skip
+        old = gram_base + (row * TILE + index)[:, None] * P + (column * TILE + index)[None, :]
+        total = tl.load(old) - total
+        tl.debug_barrier()  # the planes are written over what was read; a tile is read below in quarters
+        if diagonal:
+            tl.store(old, total)
+            if INVERT:  # noqa: SIM102 (known to the compiler)
+                if task == 0:
+                    tl.debug_barrier()
+                    tile = gram_base + panel * TILE * P + panel * TILE
+                    own = d_ptr + (batch * panels + panel) * TILE * TILE
+                    if _invert_tile(tile, P, own, d_low, TILE, PRECISION) != 0:
+                        tl.store(failed_ptr + batch, 1)
+        else:
+            out = l_base + (row * TILE + index)[:, None] * (2 * P) + column * (2 * TILE) + index[None, :]
+            _store_split(out, TILE, total)
 
 
 @jit(unspecialized=("panel",))
@@ -273,64 +313,116 @@ def invert_kernel(
 
 @jit(unspecialized=("panel",))
 def scale_kernel(
-    gram_ptr, l_ptr, d_ptr, d_low, P, panel, panels,
+    l_ptr, d_ptr, d_low, P, panel, panels,
     TILE: tl.constexpr, BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
-    """L[i, panel] = A[i, panel] L[panel, panel]^-T, i > panel, in its planes. Grid: N, tiles below panel."""
-    batch, row = tl.program_id(0).to(tl.int64), panel + 1 + tl.program_id(1)
+    """In planes, in place: L[i, panel] = A[i, panel] V[panel, panel]^T, i > panel; then V[panel, j] =
+    -V[panel, panel] T[panel, j], j < panel, T what `advance_kernel` found; at last V[panel, panel] goes where
+    it belongs. Grid: N, panels.
+    """
+    batch, task = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    below = panels - panel - 1
     index, steps = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
-    a_ptr = gram_ptr + batch * P * P + (row * TILE + index)[:, None] * P + panel * TILE + steps[None, :]
-    d = d_ptr + (batch * panels + panel) * TILE * TILE + index[:, None] * TILE + steps[None, :]
-    total = tl.zeros((TILE, TILE), dtype=tl.float32)
-    for start in range(0, TILE, BLOCK_K):
-        high, low = _split(tl.load(a_ptr + start))
-        b, b_low = tl.load(d + start), tl.load(d + start + d_low)
-        total = _dot3(high, low, tl.trans(b), tl.trans(b_low), total, TO_FP32)
-    tl.debug_barrier()  # the planes are written over what was read
-    out = l_ptr + batch * P * P * 2 + (row * TILE + index)[:, None] * (2 * P) + panel * 2 * TILE
-    place = 2 * index - index % BLOCK_K
-    _store_split(out + place[None, :], BLOCK_K, total)
+    row = tl.where(task < below, panel + 1 + task, task - below)
+    tile = l_ptr + batch * P * P * 2 + row * TILE * 2 * P + panel * (2 * TILE)
+    inverse = d_ptr + (batch * panels + panel) * TILE * TILE
+    out = tile + index[:, None] * (2 * P) + index[None, :]
+    if row == panel:
+        whole = inverse + index[:, None] * TILE + index[None, :]
+        tl.store(out, tl.load(whole))
+        tl.store(out + TILE, tl.load(whole + d_low))
+    else:
+        own = inverse + index[:, None] * TILE + steps[None, :]
+        total = tl.zeros((TILE, TILE), dtype=tl.float32)
+        if task < below:
+            a_rows = tile + index[:, None] * (2 * P) + steps[None, :]
+            for start in range(0, TILE, BLOCK_K):
+                b, b_low = tl.load(own + start), tl.load(own + start + d_low)
+                total = _dot3(
+                    tl.load(a_rows + start), tl.load(a_rows + start + TILE), tl.trans(b), tl.trans(b_low),
+                    total, TO_FP32,
+                )  # fmt: skip
+        else:
+            b_rows = tile + steps[:, None] * (2 * P) + index[None, :]
+            for start in range(0, TILE, BLOCK_K):
+                b_place = b_rows + start * (2 * P)
+                total = _dot3(
+                    tl.load(own + start), tl.load(own + start + d_low), tl.load(b_place),
+                    tl.load(b_place + TILE), total, TO_FP32,
+                )  # fmt: skip
+            total = -total
+        tl.debug_barrier()  # written over what was read
+        _store_split(out, TILE, total)
 
 
 @jit
-def solve_kernel(
-    q_ptr, l_ptr, d_ptr, out_ptr, plane, d_low, w, P, panels,
-    LAST: tl.constexpr, Q_SPLIT: tl.constexpr, L_SPLIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
+def orthonormal_kernel(
+    a_ptr, l_ptr, q_ptr, plane, P, panels,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Q <- Q R^-1 in place, R = L^T, for ROWS rows; LAST: into `out` [N, w, w] too. Grid: N, P / ROWS.
-
-    Q_SPLIT: whether Q is both of its planes, else the high one. L_SPLIT: whether L is, off its diagonal.
-    """
-    batch = tl.program_id(0).to(tl.int64)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    q_first = q_ptr + batch * P * P + tl.program_id(1) * ROWS * P
-    l_base = l_ptr + batch * P * P * 2
+    """Q = A V^T, in planes (without SPLIT the high one). Grid: N, panels, panels."""
+    batch, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = panels - 1 - tl.program_id(2)  # the longest first
     index, steps = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
-    own = tl.arange(0, ROWS)[:, None] * P
-    for column in range(panels):
-        l_rows = l_base + column * TILE * 2 * P
-        known = _times_factor(
-            q_first, plane, l_rows, P, 0, column * TILE, ROWS, TILE, BLOCK_K, False, Q_SPLIT, L_SPLIT, TO_FP32
-        )
-        place = q_first + own + (column * TILE + index)[None, :]
-        rest = tl.load(place).to(tl.float32)
-        if Q_SPLIT:
-            rest += tl.load(place + plane).to(tl.float32)
-        rest -= known
-        _store_split(place, plane, rest)
-        tl.debug_barrier()  # read again below in other pieces
-        d = d_ptr + (batch * panels + column) * TILE * TILE + index[:, None] * TILE + steps[None, :]
-        a_ptr = q_first + own + column * TILE + steps[None, :]
-        total = tl.zeros((ROWS, TILE), dtype=tl.float32)
-        for start in range(0, TILE, BLOCK_K):
-            a, a_low = tl.load(a_ptr + start), tl.load(a_ptr + start + plane)
-            b, b_low = tl.load(d + start), tl.load(d + start + d_low)
+    a_rows = a_ptr + batch * P * P + (row * TILE + index)[:, None] * P + steps[None, :]
+    v = l_ptr + batch * P * P * 2 + index[:, None] * (2 * P) + column * (2 * TILE) + steps[None, :]
+    total = tl.zeros((TILE, TILE), dtype=tl.float32)
+    for start in range(0, (column + 1) * TILE, BLOCK_K):
+        within = tl.multiple_of(start % TILE, BLOCK_K)  # the compiler does not see it
+        place = v + (start - within) * (2 * P) + within
+        b, b_low = tl.load(place), tl.load(place + TILE)
+        a, a_low = tl.load(a_rows + start), tl.load(a_rows + start + plane)
+        total = _dot3(a, a_low, tl.trans(b), tl.trans(b_low), total, TO_FP32)
+    out = q_ptr + batch * P * P + (row * TILE + index)[:, None] * P + (column * TILE + index)[None, :]
+    high, low = _split(total)
+    tl.store(out, high)
+    if SPLIT:
+        tl.store(out + plane, low)
+
+
+@jit
+def correct_kernel(
+    q_ptr, x_ptr, out_ptr, plane, P, panels, w: tl.constexpr,
+    SPLIT: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+    TO_FP32: tl.constexpr,
+):  # fmt: skip
+    """Q - Q X^T: what is left of E is of its second order. Into planes or, LAST, into bases [N, w, w]. SPLIT:
+    whether Q and X are both of their planes. Grid: N, panels, panels.
+    """
+    batch, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = panels - 1 - tl.program_id(2)
+    index, steps = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
+    rows, columns = row * TILE + index, column * TILE + index
+    q_rows = q_ptr + batch * P * P + rows[:, None] * P
+    x_rows = x_ptr + batch * P * P + columns[:, None] * P + steps[None, :]
+    total = tl.zeros((TILE, TILE), dtype=tl.float32)
+    for start in range(0, (column + 1) * TILE, BLOCK_K):
+        a, b = tl.load(q_rows + start + steps[None, :]), tl.load(x_rows + start)
+        if SPLIT:
+            a_low, b_low = tl.load(q_rows + plane + start + steps[None, :]), tl.load(x_rows + plane + start)
             total = _dot3(a, a_low, tl.trans(b), tl.trans(b_low), total, TO_FP32)
-        tl.debug_barrier()
-        _store_split(place, plane, total)
-        if LAST:
-            columns = column * TILE + index
-            out = out_ptr + batch * w * w + rows[:, None] * w + columns[None, :]
-            tl.store(out, total.to(out_ptr.dtype.element_ty), (rows < w)[:, None] & (columns < w)[None, :])
-        tl.debug_barrier()  # other threads of this program read these columns next
+        else:
+            total = _dot(a, tl.trans(b), total, TO_FP32)
+    q = tl.load(q_rows + columns[None, :]).to(tl.float32)
+    if SPLIT:
+        q += tl.load(q_rows + plane + columns[None, :]).to(tl.float32)
+    q -= total
+    if LAST:
+        out = out_ptr + batch * w * w + rows[:, None] * w + columns[None, :]
+        tl.store(out, q.to(out_ptr.dtype.element_ty), (rows < w)[:, None] & (columns < w)[None, :])
+    else:
+        out = out_ptr + batch * P * P + rows[:, None] * P + columns[None, :]
+        high, low = _split(q)
+        tl.store(out, high)
+        if SPLIT:
+            tl.store(out + plane, low)
+
+
+@jit
+def restore_kernel(failed_ptr, old_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+    """Failed blocks get what they had. Grid: N, parts of a block."""
+    batch = tl.program_id(0).to(tl.int64)
+    if tl.load(failed_ptr + batch) != 0:
+        place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        old = tl.load(old_ptr + batch * numel + place, place < numel, other=0.0)
+        tl.store(out_ptr + batch * numel + place, old, place < numel)

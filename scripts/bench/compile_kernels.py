@@ -33,11 +33,14 @@ from titanforge.kernels.block_basis import rebuild_update_kernel, sign_coefficie
 from titanforge.kernels.cholesky_qr import PRECISION, CholeskyConfig
 from titanforge.kernels.cholesky_qr_kernel import (
     advance_kernel,
+    correct_kernel,
     gram_kernel,
     invert_kernel,
+    orthonormal_kernel,
     product_kernel,
+    restore_kernel,
     scale_kernel,
-    solve_kernel,
+    split_kernel,
 )
 from titanforge.kernels.codecs import CODECS
 from titanforge.kernels.config import _FEW_TOKENS, _FP32, _MANY_TOKENS, _MANY_TOKENS_HEAVY, _SMALL, TileConfig
@@ -187,28 +190,36 @@ def matrix_jobs() -> list[tuple[str, Any, Specialisation]]:
         "c_ptr": "*fp32", "u_ptr": "*bf16", "largest_ptr": "*fp32", "q_ptr": "*bf16", "gram_ptr": "*fp32",
         "l_ptr": "*bf16", "d_ptr": "*bf16", "failed_ptr": "*i32", "out_ptr": "*bf16",
     }  # fmt: skip
-    numbers = dict.fromkeys(("plane", "d_low", "w", "P", "panel", "panels"), "i32")
+    pointers |= dict.fromkeys(("a_ptr", "x_ptr", "old_ptr"), "*bf16")
+    numbers = dict.fromkeys(("plane", "d_low", "P", "panel", "panels", "numel"), "i32")
     constants = {
-        "TILE": tiles.tile, "BLOCK_K": tiles.block_k, "ROWS": tiles.rows, "TO_FP32": False, "MASKED": False,
-        "U_SPLIT": False, "PRECISION": PRECISION, "LAST": True,
+        "TILE": tiles.tile, "BLOCK_K": tiles.block_k, "TO_FP32": False, "PRECISION": PRECISION,
+        "LAST": True, "INVERT": True, "ROWS": 16, "WIDTH": tiles.tile, "BLOCK": 4096,
     }  # fmt: skip
-    # Both planes of everything; then those of a second lean pass, and of the first one's solve.
-    planes = {
-        "": {"SPLIT": True, "Q_SPLIT": True, "L_SPLIT": True, "INVERT": True},
-        "/lean": {"SPLIT": False, "Q_SPLIT": False, "L_SPLIT": False, "INVERT": False},
-        "/first": {"SPLIT": True, "Q_SPLIT": True, "L_SPLIT": False, "INVERT": True},
-    }
-    warps = (
-        (product_kernel, tiles.product_warps), (gram_kernel, tiles.gram_warps),
-        (advance_kernel, tiles.factor_warps), (scale_kernel, tiles.factor_warps),
-        (solve_kernel, tiles.solve_warps), (invert_kernel, 2),
-    )  # fmt: skip
+    # Of a wide block; of a narrow one, whose C is split where it is read, and of fp32 bases.
+    wide = {"w": 768, "MASKED": False, "C_PLANES": True, "U_SPLIT": False, "SPLIT": True, "NEAR": False}
+    narrow = {**wide, "w": 100, "MASKED": True, "C_PLANES": False, "INVERT": False}
+    near = {**wide, "SPLIT": False, "NEAR": True}
+    exact = {**narrow, "U_SPLIT": True, "NEAR": True, "LAST": False}
+    forms = {
+        split_kernel: (wide, narrow), product_kernel: (wide, narrow, exact), gram_kernel: (wide, near, exact),
+        advance_kernel: (wide, narrow), scale_kernel: (wide,), invert_kernel: (wide,),
+        orthonormal_kernel: (near, wide), correct_kernel: (near, narrow, exact), restore_kernel: (wide,),
+    }  # fmt: skip
+    warps = {advance_kernel: tiles.factor_warps, scale_kernel: tiles.factor_warps, invert_kernel: 2}
+
+    def types_of(kernel: Any, chosen: dict[str, Any]) -> dict[str, str]:
+        own = {"c_ptr": "*bf16"} if chosen["C_PLANES"] and kernel is product_kernel else {}
+        if kernel is gram_kernel and not chosen["NEAR"]:
+            own = {"out_ptr": "*fp32"}
+        u = {"u_ptr": "*fp32"} if chosen["U_SPLIT"] else {}
+        return {**pointers, **numbers, "omega": "fp32", **own, **u}
+
     listed: list[tuple[str, Any, Specialisation]] = [
-        (f"cholesky_qr/{kernel.fn.__name__}{form}", kernel, ({**pointers, **numbers, "omega": "fp32"},
-        {**constants, **chosen}, {"num_warps": count, "num_stages": tiles.stages}))
-        for kernel, count in warps
-        for form, chosen in planes.items()
-        if not form or kernel is solve_kernel or (form == "/lean" and kernel in (gram_kernel, advance_kernel))
+        (f"cholesky_qr/{kernel.fn.__name__}/{number}", kernel, (types_of(kernel, chosen),
+        {**constants, **chosen}, {"num_warps": warps.get(kernel, tiles.warps), "num_stages": tiles.stages}))
+        for kernel, several in forms.items()
+        for number, chosen in enumerate(several)
     ]  # fmt: skip
     for config in candidates():
         types = {

@@ -50,9 +50,7 @@ def check_all() -> None:
     # A third of the products left out: off by another rounding to bf16 (which the interpreter cuts), no less
     # orthonormal.
     basis = torch.linalg.qr(start).Q.to(torch.bfloat16)[:1]
-    lean, failed = cholesky_qr_refresh(
-        c[:1], basis, 1e-2, replace(config_for(width), lean=True, invert_warps=2)
-    )
+    lean, failed = cholesky_qr_refresh(c[:1], basis, 1e-2, replace(config_for(width), invert_warps=2))
     exact, _ = reference_refresh(c[:1], basis.float(), 1e-2)
     rounded = exact.to(torch.bfloat16).float()
     error, least = (float((one.float() - exact).norm() / exact.norm()) for one in (lean, rounded))

@@ -205,6 +205,19 @@ def test_a_module_that_cannot_be_fused_leaves_the_others_as_they_were() -> None:
     assert model[0].weight.grad is None
 
 
+def test_weights_move_together_only_when_nothing_can_fail_any_more() -> None:
+    """A former optimizer reads them where they were."""
+    model = llama()
+    former = attach(model, AdamW(), probe=lambda: llama_loss(model, 0))
+    model.norm = Final(32)
+    model.norm.forward = lambda x: x * model.norm.weight
+    before = surface(model), [param.data_ptr() for param in model.parameters()]
+    with pytest.raises(TypeError, match="Final is final"):
+        attach(model, AdamW(), probe=lambda: llama_loss(model, 0))
+    assert (surface(model), [param.data_ptr() for param in model.parameters()]) == before
+    train(model, former, 0, 1)
+
+
 def test_a_former_optimizer_lets_go_of_weights_that_the_next_one_leaves_in_grad() -> None:
     """Its hook would take their gradients, outside of any step that it knows of."""
 

@@ -29,6 +29,7 @@ from tests.forge.toy import (
 from titanforge.forge import sources
 from titanforge.forge.modules import is_fused
 from titanforge.forge.ops import consume_product
+from titanforge.models.layers.mlp import SwiGLU
 
 
 class _Products(TorchDispatchMode):
@@ -252,3 +253,24 @@ def test_checkpoints_do_not_depend_on_it(tmp_path: Path) -> None:
     dcp.save(loaded, checkpoint_id=tmp_path / "b")
     sizes = [sum(file.stat().st_size for file in (tmp_path / one).glob("*.distcp")) for one in "ab"]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.02)  # of a part, not all that it lies in
+
+
+def test_linears_that_hooks_wait_for_stay_apart() -> None:
+    """Dobb's, which are there only after all else; the report says no other."""
+    model = llama()
+    optimizer = fuse(model, options_of("Dobb"))
+    assert "multiplied as one" not in optimizer.report()
+    assert "multiplied as one" in fuse(llama(), options_of("Muon")).report()
+
+
+def test_a_project_of_its_own_is_left_alone() -> None:
+    class Own(SwiGLU):
+        def project(self, x: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+            return tuple(2 * one for one in super().project(x, names))
+
+    model = llama()
+    for block in model.modules():
+        if type(block) is SwiGLU:
+            block.__class__ = Own
+    report = fuse(model, options_of()).report()
+    assert "wk" in report and "w1" not in report

@@ -24,6 +24,7 @@ from titanforge.forge.modules import (
     Projection,
     fuse_module,
     fuse_projections,
+    fused_class,
     restore_module,
 )
 from titanforge.forge.ops import register_sink
@@ -94,16 +95,16 @@ class ForgeOptimizer(RuleOptimizer):
         self._read: list[FusedRead] = []
         self._projections: list[Projection] = []
         self._updates = WeightUpdates(self._clock, self.capture, update_in_backward)
-        groups_of_linears = lay_side_by_side(model, covered, plans) if merge_projections else []
-        self._fuse(covered)
-        self._fuse_projections(groups_of_linears)
+        _check_classes(covered, plans)  # while all weights lie where they did
+        apart = set(captured or ())  # Dobb's hooks wait for each linear
+        self._fuse(covered, lay_side_by_side(model, covered, plans, apart) if merge_projections else [])
 
     # ---------------------------------------------------------------- building
 
     def _entries_with_family(self) -> list[tuple[Entry, Family]]:
         return [(entry, family) for family in self._families for entry in family.entries]
 
-    def _fuse(self, covered: Mapping[str, Covered]) -> None:
+    def _fuse(self, covered: Mapping[str, Covered], projections: Sequence[Group]) -> None:
         fused: dict[int, tuple[nn.Module, dict[str, Kind], dict[str, Tensor]]] = {}
         keeping: set[int] = set()
         for family, hyper in zip(self._families, self._hyper):
@@ -139,6 +140,7 @@ class ForgeOptimizer(RuleOptimizer):
             for module, kinds, handles in fused.values():
                 fuse_module(module, kinds, handles, id(module) in keeping)
                 self._modules.append(module)
+            self._fuse_projections(projections)
         except BaseException:
             self.detach()
             raise
@@ -408,6 +410,17 @@ class ForgeOptimizer(RuleOptimizer):
     def metrics(self) -> dict[str, Tensor]:
         """Also the tiles that were not applied, so far in this process."""
         return super().metrics() | {"nonfinite_tiles": self.nonfinite_tiles}
+
+
+def _check_classes(covered: Mapping[str, Covered], plans: Mapping[str, ParamPlan]) -> None:
+    """Raises where a module cannot be fused for the sake of its class."""
+    fused: dict[int, tuple[nn.Module, dict[str, Kind]]] = {}
+    for name, owner in covered.items():
+        if plans[name].fused and not plans[name].by_hook:
+            for module, kind in owner.readers():
+                fused.setdefault(id(module), (module, {}))[1][owner.attribute] = kind
+    for module, kinds in fused.values():
+        fused_class(type(module), kinds)
 
 
 def _gathers(rule: UpdateRule, entry: Entry) -> bool:

@@ -30,9 +30,7 @@ def fuse_module(
 
     kinds, handles: of its fused parameters, by attribute. keep_logits: of a head.
     """
-    vectors = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "vector"))
-    experts = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "experts"))
-    fused = _fused_class(type(module), kinds.get("weight"), vectors, experts)
+    fused = fused_class(type(module), kinds)
     # What the module computes in: a mixed-precision class reads its weights as their cast.
     dtypes = {attribute: getattr(module, attribute).dtype for attribute in handles}
     module.__class__ = fused  # first: a class that cannot be replaced says so here
@@ -133,6 +131,15 @@ def ordinary_forwards(model: nn.Module) -> Iterator[None]:
             module.__class__ = fused
             vars(module).update(held)
         raise
+
+
+def fused_class(base: type[nn.Module], kinds: Mapping[str, Kind]) -> type[nn.Module]:
+    """The class that `fuse_module` gives a module of this class. Raises what a class that allows no other to
+    be derived from it does.
+    """
+    vectors = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "vector"))
+    experts = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "experts"))
+    return _fused_class(base, kinds.get("weight"), vectors, experts)
 
 
 @functools.cache

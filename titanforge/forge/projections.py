@@ -8,15 +8,15 @@ done with its own gradient, and every bit of that, does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titanforge.forge.coverage import Covered
 from titanforge.forge.plan import ParamPlan
-from titanforge.models.layers.projections import Projecting
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,22 @@ class Group:
     [sum of N, K].
     """
 
-    module: Projecting
+    module: nn.Module
     attributes: tuple[str, ...]
     names: tuple[str, ...]
     weight: Tensor
 
 
 def lay_side_by_side(
-    model: nn.Module, covered: Mapping[str, Covered], plans: Mapping[str, ParamPlan]
+    model: nn.Module,
+    covered: Mapping[str, Covered],
+    plans: Mapping[str, ParamPlan],
+    apart: Collection[str] = (),
 ) -> list[Group]:
     """Move the weights of every group that can be multiplied as one, and return these groups.
+
+    A module with such groups lists the attributes of their linears in `projections` and reads them through
+    `project(x, names)`. apart: names of weights whose linears are called one by one.
 
     A group is left alone if one of its linears is not fused as a plain product on one device, has a bias or a
     hook, or if its weights differ in dtype or device.
@@ -42,7 +48,10 @@ def lay_side_by_side(
     fused = {
         id(owner.module): name
         for name, owner in covered.items()
-        if owner.placement.kind == "linear" and plans[name].fused and not plans[name].by_hook
+        if owner.placement.kind == "linear"
+        and plans[name].fused
+        and not plans[name].by_hook
+        and name not in apart
     }
     groups = [
         Group(module, attributes, names, _lay([covered[name].param for name in names]))
@@ -55,11 +64,17 @@ def lay_side_by_side(
     return groups
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[Projecting, tuple[str, ...], list[nn.Module]]]:
+def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], list[nn.Module]]]:
     for module in model.modules():
-        if isinstance(module, Projecting) and type(module).project is Projecting.project:
-            for attributes in module.projections:
+        if _projects_as_declared(type(module)):
+            for attributes in module.projections:  # pyright: ignore[reportGeneralTypeIssues]
                 yield module, attributes, [getattr(module, attribute) for attribute in attributes]
+
+
+def _projects_as_declared(kind: Any) -> bool:
+    """Whether `project` is that of the class that brought `projections` in, and no override of it."""
+    origin: Any = next((base for base in reversed(kind.__mro__) if "projections" in vars(base)), None)
+    return origin is not None and "project" in vars(origin) and kind.project is origin.project
 
 
 def _can_merge(linears: Sequence[nn.Module]) -> bool:

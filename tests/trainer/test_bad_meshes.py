@@ -15,6 +15,8 @@ QWEN_MOE = {
 BATCH = {"training__local_batch_size": 4}
 PIPELINE = {"parallelism__pipeline_parallel_degree": 2, **BATCH}
 ZERO_BUBBLE = {**PIPELINE, "model__n_layers": 4, "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}
+REPLICAS = {"parallelism__data_parallel_replicate_degree": 4}
+AT_RANDOM = {"training__dtype": "bfloat16", "optimizer__master_weights": "stochastic_rounding"}
 MISTAKES = [  # what is set; what the line says
     ({"parallelism__tensor_parallel_degree": 3}, "tensor_parallel_degree = 3: does not divide the number"),
     (
@@ -108,6 +110,23 @@ MISTAKES = [  # what is set; what the line says
     ),
     ({**ZERO_BUBBLE, "compile__enable": True}, "compile.enable = true: schedule"),
     ({**ZERO_BUBBLE, "parallelism__fsdp_reshard_after_forward": "always"}, "weights must still be there"),
+    ({"optimizer__state_dtype": "fp8"}, 'optimizer.state_dtype = "fp8": has one scale per weight'),
+    (
+        {"optimizer__name": "Muon", **AT_RANDOM},
+        'optimizer.master_weights = "stochastic_rounding": is not available where ranks send the updates',
+    ),
+    (
+        {"optimizer__state_dtype": "int8", "optimizer__name": "Muon"},
+        'optimizer.state_dtype = "int8": is not available for the momenta of muon where ranks hold parts',
+    ),
+    (
+        {"optimizer__state_dtype": "int8", "optimizer__name": "Adafactor", **REPLICAS},
+        "optimizer.state_dtype = 'int8' is for rules whose state update is elementwise, not for adafactor",
+    ),
+    (
+        {"optimizer__name": "RMNP", **AT_RANDOM, **REPLICAS},
+        "is for elementwise rules, and for Muon and Scion without Nesterov, not for rmnp",
+    ),
     (
         {"optimizer__name": "LAMB"},
         "optimizer.name = 'lamb' reads whole layers, but 'tok_embeddings.weight' is",
@@ -117,8 +136,7 @@ MISTAKES = [  # what is set; what the line says
         "reads whole layers, but 'tok_embeddings.weight' is sharded: set parallelism.data_parallel_shard",
     ),
     (
-        {"sync__policy": "rmmc", "parallelism__data_parallel_replicate_degree": 4}
-        | {"optimizer__name": "SGD", "optimizer__momentum": 0},
+        {"sync__policy": "rmmc", "optimizer__name": "SGD", "optimizer__momentum": 0, **REPLICAS},
         'sync.policy = "rmmc" watches the momentum, and no weight has one with optimizer.name = "SGD"',
     ),
     ({**PIPELINE, "sync__policy": "rmmc"}, 'sync.policy = "rmmc": is not available with'),

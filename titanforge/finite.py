@@ -17,19 +17,29 @@ class FiniteGuard:
         stops: nothing after the first such step is applied either, however late the host looks
             (`training.nonfinite_loss = "stop"`); else each is left out by itself.
         fused: weights change during backward, one by one (`forge.enable`).
+        replicas: how many there are.
 
     Replicas that train by themselves leave a step out each for itself, and tell the others of it in `share`.
 
     Attributes:
-        steps: how many steps were not finite, an int64 scalar on the device; as far as was shared.
+        steps: how many steps were not finite, one that a replica took by itself counted as one, as far as was
+            shared; an int64 scalar on the device.
     """
 
-    def __init__(self, stops: bool, fused: bool, device: torch.device) -> None:
-        self._stops, self._fused = stops, fused
+    def __init__(self, stops: bool, fused: bool, device: torch.device, replicas: int = 1) -> None:
+        self._stops, self._fused, self._replicas = stops, fused, replicas
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._of_replicas = torch.zeros_like(self.steps)  # those of them that replicas took by themselves
         self._first = torch.full((), -1, dtype=torch.int64, device=device)
         self._own = torch.zeros_like(self.steps)  # of this replica alone, not shared yet
         self._untold = self._were_alone = False
+
+    @property
+    def skipped(self) -> Tensor:
+        """The same in steps of the whole run, which a replica's own is a part of; a scalar on the device."""
+        if not self._were_alone:
+            return self.steps
+        return self.steps - self._of_replicas + self._of_replicas / self._replicas
 
     def may_apply(self, loss: Tensor) -> Tensor:
         """Device flag before the backward of ``loss``, 1 to apply its gradient."""
@@ -79,6 +89,7 @@ class FiniteGuard:
         """Take over the sum of what was told."""
         self._untold = False
         self.steps += told[0]
+        self._of_replicas += told[0]
         self._own.zero_()
         never = torch.iinfo(torch.int64).max
         first = torch.where(told[1:] > 0, told[1:] - 1, never).min()

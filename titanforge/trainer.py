@@ -138,7 +138,7 @@ class Trainer:
         self.runtime.where = self._where
         self.source_tokens: dict[str, int] = {}  # of a mix: tokens read of each source, over all ranks
         stops = config.training.nonfinite_loss == "stop"
-        self.finite = FiniteGuard(stops, config.forge.enable, self.device)
+        self.finite = FiniteGuard(stops, config.forge.enable, self.device, self.dims.dp_replicate)
         # What a step's device work reads of the host: tensors, since a captured step would keep numbers as
         # they were.
         self._divisor = torch.ones((), dtype=torch.float32, device=self.device)
@@ -314,7 +314,7 @@ class Trainer:
             **{f"source_tokens/{name}": count for name, count in self.source_tokens.items()},
             **(self.model.metrics() | self.sync.metrics() if self.metrics.due(self.step) else {}),
             **self.optimizer.metrics(),
-            **({"skipped_steps": self.finite.steps} if config.training.nonfinite_loss == "skip" else {}),
+            **({"skipped_steps": self.finite.skipped} if config.training.nonfinite_loss == "skip" else {}),
         )
         if self.metrics.due(self.step) or self.sync.alarm:
             self._stop_if_nonfinite()

@@ -75,7 +75,7 @@ class ConsoleSink:
                 self._column("ETA", format_duration(values.get("eta_seconds")), 8),
             ]
             if values.get("skipped_steps"):
-                columns.append(self._column("skipped", _number(values["skipped_steps"], ",d"), 0))
+                columns.append(self._column("skipped", _number(values["skipped_steps"], ",.7g"), 0))
         print("  ".join(columns), file=self.stream, flush=True)
 
     def log_sample(self, prompt: str, text: str, step: int) -> None:

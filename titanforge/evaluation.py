@@ -88,8 +88,6 @@ class Validator:
         generator = torch.Generator(device=trainer.device).manual_seed(trainer.seed + trainer.step)
         samples = []
         for prompt in validation.sample_prompts:
-            if self._told_to_stop():
-                break
             # No beginning-of-text token: packed documents have none, so the model never saw it.
             tokens = trainer.tokenizer.encode(prompt)
             output = generate(
@@ -99,6 +97,9 @@ class Validator:
                 temperature=validation.sample_temperature,
                 generator=generator,
                 run_to_end=trainer.runtime.world_size > 1,
+                stop=self._told_to_stop,
             )
+            if self._told_to_stop():  # perhaps in the middle of the text
+                break
             samples.append((prompt, trainer.tokenizer.decode(output[0, len(tokens) :].tolist())))
         return samples

@@ -11,9 +11,12 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
+import torch
+
 from tests.distributed_harness import process_context
 from tests.trainer.live import saved_steps
 from tests.trainer.runs import argv, write_corpus
+from titanforge.evaluation import Validator
 from titanforge.trainer import Trainer
 
 
@@ -87,6 +90,27 @@ def _forked_child_is_signalled(trainer: Trainer) -> None:
     trainer.config.training.steps = 2
 
 
+def _evaluation_is_long(trainer: Trainer, sample: bool = False) -> None:
+    """Signalled in the evaluation after step 2: it ends after the batch, a sample after the token."""
+    validation, forward = trainer.config.validation, trainer.model.forward
+    validation.freq, validation.local_batch_size = 1, 1
+    if sample:
+        validation.sample_prompts, validation.sample_tokens = ["alpha"], 1000
+    trainer.validator = Validator(trainer)
+
+    def slow(*args: object, **more: object) -> torch.Tensor:
+        if not trainer.model.training and sample == ("logits_at" in more):
+            _signal_to_all()
+            time.sleep(0.2)
+        return forward(*args, **more)  # pyright: ignore[reportArgumentType]
+
+    trainer.model.forward = slow
+
+
+def _sample_is_long(trainer: Trainer) -> None:
+    _evaluation_is_long(trainer, sample=True)
+
+
 CASES = {
     # what happens in step 2: (exit code, what is told, latest step saved)
     _python_waits: (
@@ -100,6 +124,8 @@ CASES = {
     _last_save_is_slow: (0, "", 2),
     _save_in_background_is_slow: (75, "stopped: SIGTERM after step 1; run the same", 1),
     _forked_child_is_signalled: (0, "", 2),
+    _evaluation_is_long: (75, "stopped: SIGTERM after step 2; run the same", 2),
+    _sample_is_long: (75, "stopped: SIGTERM after step 2; run the same", 2),
 }
 
 
@@ -123,6 +149,7 @@ def test_what_a_run_makes_of_a_signal_in_a_step_that_does_not_end(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     context = process_context()
     more = {"checkpoint__enable": True, "checkpoint__interval": 1, "training__steps": 50}
+    more |= {"data__validation_fraction": 0.3}
     runs: list[tuple[Path, Path]] = []
     processes = []
     for index, case in enumerate(CASES):

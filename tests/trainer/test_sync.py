@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,21 @@ def test_scheduled_inside_hsdp_and_rmmc_inside_tensor_parallelism(tmp_path):
     assert _syncs(folder) == [(1, "warm-up"), (4, "scheduled"), (6, "checkpoint")]
     losses = column(folder, "loss")
     assert losses[-1] < losses[0]
+    # Saved amid local steps, it knows no replicas: the mean goes on on two whole ones, and on one.
+    firsts = []
+    for replicas in (2, 1):
+        shutil.copytree(folder / "checkpoint", tmp_path / f"on_{replicas}" / "checkpoint")
+        layout = {"parallelism__data_parallel_replicate_degree": replicas, "sync__interval": 3}
+        more = {"sync__policy": "scheduled", "sync__threshold": None, "sync__max_interval": None}
+        arguments = _arguments(
+            tmp_path / f"on_{replicas}", corpus, **layout, **more, optimizer__name="adamw", training__steps=8
+        )
+        train_all(replicas, [arguments])
+        logged = [line for line in lines(tmp_path / f"on_{replicas}") if "loss" in line]
+        assert [line["step"] for line in logged] == [7, 8]
+        firsts.append(logged[0])
+    for key in ("loss", "tokens_seen"):
+        assert firsts[0][key] == pytest.approx(firsts[1][key], abs=1e-5)
     # Replicas of two ranks each decide, and train, as replicas of one: norms are of whole weights.
     assert _syncs(split) == _syncs(whole) == [(1, "warm-up"), (4, "max_interval")]
     assert column(split, "sync/rmmc_max")[2:] == pytest.approx(column(whole, "sync/rmmc_max")[2:], rel=1e-3)

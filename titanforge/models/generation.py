@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -17,6 +19,7 @@ def generate(
     *,
     eos_id: int | None = None,
     run_to_end: bool = False,
+    stop: Callable[[], bool] = lambda: False,
 ) -> torch.Tensor:
     """Continue ``tokens`` (int64 [1, T], T ≥ 1, on the model's device) → [1, T + new].
 
@@ -25,6 +28,7 @@ def generate(
     kept. run_to_end: still call the model ``max_new_tokens`` times. For a model sharded over ranks, all of
     which must
         call it equally often, whatever each has drawn.
+    stop: is asked before each token, and ends the text there; on several ranks the same answer on all.
 
     A text longer than the model's ``args.max_seq_len`` is seen through a window of its last tokens. The
     window has one length for the whole call (padding at its end is invisible to causal attention): one shape
@@ -43,6 +47,8 @@ def generate(
     window = min(text.shape[1], model.args.max_seq_len)  # pyright: ignore
     end = None
     for length in range(prompt, prompt + max_new_tokens):
+        if stop():
+            return text[:, :length]
         first = max(0, length - window)
         logits_V = model(text[:, first : first + window], logits_at=length - first - 1)[0]
         text[0, length] = _draw(logits_V.float(), temperature, top_k, generator)

@@ -74,7 +74,6 @@ def correctness(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
         c, u = blocks(count, width, device)
         c[0, 0, 0] = torch.nan if count > 1 else c[0, 0, 0]
         fresh, failed = cholesky_qr_refresh(c, u, OMEGA)
-        lean, _ = cholesky_qr_refresh(c, u, OMEGA, replace(config_for(width), lean=True))
         plain, _ = reference_refresh(c, u, OMEGA)
         good = [index for index in range(count) if count == 1 or index]
         d = c[good].double()
@@ -82,17 +81,15 @@ def correctness(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
         exact, r = torch.linalg.qr((d / largest) @ u[good].double() + OMEGA * u[good].double())
         exact = exact * torch.sign(r.diagonal(dim1=-2, dim2=-1))[:, None]
         eye = torch.eye(width, device=device, dtype=torch.float64)
-        mine, theirs, less = (one[good].double() for one in (fresh, plain, lean))
+        mine, theirs = (one[good].double() for one in (fresh, plain))
         rounded = exact.to(torch.bfloat16).double()
         rows.append(
             {
                 "what": f"refresh {count} x {width}",
                 "error": float((mine - exact).abs().max()),
-                "lean": float((less - exact).abs().max()),
                 "torch cholesky": float((theirs - exact).abs().max()),
                 "exact, rounded": float((rounded - exact).abs().max()),
                 "|QtQ - I|": float((mine.mT @ mine - eye).abs().max()),
-                "lean |QtQ - I|": float((less.mT @ less - eye).abs().max()),
                 "exact, rounded |QtQ - I|": float((rounded.mT @ rounded - eye).abs().max()),
                 "as it should": bool(
                     failed.tolist() == [count > 1 and index == 0 for index in range(count)]
@@ -278,18 +275,17 @@ def refresh(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
             totals["triton eager ms"] += events(lambda c=c, u=u: cholesky_qr_refresh(c, u, OMEGA), 5, on_gpu)
             best = one
             base = config_for(width)
-            narrow = replace(base, rows=64, solve_warps=4)
-            others = [replace(base, lean=False), replace(narrow, block_k=64)]
-            others += [replace(base, invert_warps=0 if base.invert_warps else 2)]
+            others = [
+                replace(base, invert_warps=0 if base.invert_warps else 2),
+                replace(base, planes=not base.planes),
+            ]
             if 64 < width <= 512:  # less padding, and narrower products
-                others.append(replace(config_for(64), lean=True, invert_warps=2))
+                others.append(replace(config_for(64), invert_warps=2))
             if args.refresh_variants:
                 others += [
-                    narrow,
+                    replace(base, warps=8),
                     replace(base, block_k=64),
-                    replace(base, gram_warps=8),
                     replace(base, factor_warps=12 - base.factor_warps),
-                    replace(narrow, block_k=64, factor_warps=12 - base.factor_warps),
                     replace(base, invert_warps=4),
                 ]
                 for form in (base, others[0]):

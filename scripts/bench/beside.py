@@ -6,6 +6,7 @@ that has several processes to choose from does not wait for the host of one.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -26,18 +27,22 @@ class Place:
             1, multiprocessing.get_context("spawn"), _enter, (dict(environment or {}),)
         )
         self._pid = self._pool.submit(os.getpid)  # which starts it
+        self._last: Future[Any] = self._pid
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        return self._pool.submit(function, *arguments)
+        self._last = self._pool.submit(function, *arguments)
+        return self._last
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Signal the process: a call that heeds SIGTERM ends; between calls nothing happens."""
         if self._pid.done() and not self._pid.exception():
-            os.kill(self._pid.result(), number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(self._pid.result(), number)
 
     def close(self, kill: bool = False) -> None:
-        """Let the process end; `kill`: whatever it does."""
-        if kill:
+        """Let the process end; `kill`: also one that is within a call, or whose last call failed and may have
+        left threads that never end. One that is idle gives back its semaphores if it ends by itself."""
+        if kill and (not self._last.done() or self._last.exception() is not None):
             self.stop(signal.SIGKILL)
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -8,8 +8,8 @@ Dobb paper, at its scale "Small" but for far fewer steps of fewer tokens. The pr
 section 6, appendix E): update scale tau sqrt(max(m, n)) with tau = 0.2, AdamW for embeddings, biases and
 norms, weight decay 0.1, warm-up over a tenth of the steps, cosine to 1 % of the peak, the same seed and so
 the same sequences in the same order, and one peak rate for all, chosen with AdamW: `--lrs` are tried for
-`--probe-steps` each. `--select each` chooses a rate for each arm instead, from as many probes; with one rate
-nothing is tried.
+`--probe-steps` each, and where the lowest or the highest is best, up to `--widen` more beyond it. `--select
+each` chooses a rate for each arm instead, from as many probes; with one rate nothing is tried.
 
 All arms run at the same time, each in a process of its own, on one GPU or dealt over `--devices`: nothing is
 said about their speed, and nobody waits while another starts. First each compiles in a few steps; then the
@@ -50,9 +50,11 @@ from scripts.bench.matrix_arms import (
     fits,
     own_seconds,
 )
+from scripts.bench.peak_rates import best_rate, beyond, losses_of_rates
 from scripts.bench.python_text import write_corpus
 
 MARGIN = 0.9  # of the time that is left, for what a short pace does not show
+WIDEN_SHARE = 10  # one more rate may take a tenth of the time that is left
 RESTART = 10.0  # seconds: the last runs' start and the report
 # What may differ between two calls that go on with each other's arms.
 _NOT_SETTINGS = ("out", "arms", "seconds", "end", "devices", "in_process", "corpus")
@@ -93,9 +95,10 @@ def settle(options: argparse.Namespace, places: Places) -> dict[str, Any]:
     paces = [Run(f"pace-{arm}", arm, middle, PACE_STEPS, arm, "pace") for arm in paced]
     shown = places.run([*paces, *probes])
     results = [shown[probe.name] for probe in probes if probe.name in shown and shown[probe.name]["finished"]]
+    seconds = pace_of_arms(shown)
+    results += widened(results, seconds, places, options)
     lrs = rates(results, probed, options)
     places.close([place for place in own if place not in options.arms])
-    seconds = pace_of_arms(shown)
     steps = options.steps or steps_that_fit(
         seconds,
         options.end - time.perf_counter(),
@@ -111,6 +114,35 @@ def settle(options: argparse.Namespace, places: Places) -> dict[str, Any]:
     }
     path.write_text(json.dumps(plan, indent=1))
     return plan
+
+
+def widened(
+    results: Sequence[dict[str, Any]],
+    seconds: Mapping[str, float],
+    places: Places,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Probes of rates beyond those of `results`, for arms whose best rate is the lowest or the highest.
+
+    seconds: of a step of each arm.
+    """
+    found: list[dict[str, Any]] = []
+    for _ in range(options.widen):
+        tried = losses_of_rates([*results, *found])
+        further = {arm: lr for arm, losses in tried.items() if (lr := beyond(losses))}
+        probes = [
+            Run(f"probe-{arm}-{lr:.3g}", arm, lr, options.probe_steps, arm, "probe")
+            for arm, lr in further.items()
+        ]
+        took = sum(seconds[probe.arm] for probe in probes) * options.probe_steps
+        if took > (options.end - time.perf_counter()) / WIDEN_SHARE:
+            print("rates beyond the edge of --lrs are not tried: too few of --seconds are left", flush=True)
+            break
+        more = [one for one in places.run(probes).values() if one["finished"]]
+        if not more:
+            break
+        found += more
+    return found
 
 
 def ready_corpus(options: argparse.Namespace) -> None:
@@ -145,12 +177,11 @@ def rates(
     found = dict.fromkeys(ARMS, first)
     if len(options.lrs) == 1:
         return found
+    tried = losses_of_rates(results)
     for arm in probed:
-        losses = {result["lr"]: result["validation_loss"] for result in results if result["arm"] == arm}
-        if not losses:
+        if arm not in tried:
             raise SystemExit(f"no probe of {arm} came to its end: see {options.out}/runs/probe-{arm}-*")
-        # NaN, of a rate that diverged, compares with nothing.
-        found[arm] = min(losses, key=lambda lr: losses[lr] if losses[lr] == losses[lr] else float("inf"))
+        found[arm] = best_rate(tried[arm])
     if options.select == "shared":
         found = dict.fromkeys(ARMS, found[BASELINE])
     return found
@@ -201,6 +232,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--lrs", type=float, nargs="+", default=[8.85e-4, 1.77e-3, 3.54e-3])
     found.add_argument("--select", choices=["shared", "each"], default="shared", help="whose peak rate")
     found.add_argument("--probe-steps", type=int, default=100, help="of a rate that is tried")
+    found.add_argument("--widen", type=int, default=2, help="more rates, beyond a best that is at the edge")
     found.add_argument("--steps", type=int, help="default: as many as fit into --seconds")
     found.add_argument("--seconds", type=float, default=470.0, help="for everything")
     found.add_argument("--batch", type=int, default=16, help="sequences of a step")

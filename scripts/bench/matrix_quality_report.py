@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.harness import machine_facts, markdown_table, write_report
+from scripts.bench.peak_rates import at_edge, losses_of_rates
 from scripts.bench.sync_report import COLOURS
 from titanforge.metrics.sinks.jsonl import read_metrics
 
@@ -79,12 +80,14 @@ def write(out: Path, results: Mapping[str, Mapping[str, Any]], plan: Mapping[str
     )]  # fmt: skip
     probes = [f"{p['arm']} {p['lr']:.3g}: {p['validation_loss']:.4f}" for p in plan["probes"]]
     text += ["", f"Peak rates that were tried, and their validation loss: {'; '.join(probes) or 'none'}."]
+    for arm, losses in losses_of_rates(plan["probes"]).items():
+        text += [f"{arm}: {told}"] if (told := at_edge(losses)) else []
     write_report(out, "matrix_quality", report, "\n".join(text))
     draw(out, results)
 
 
 def draw(out: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Training losses (means over a fiftieth of the run), validation losses, and the latter against time."""
+    """Training losses (means over a fiftieth of the run), validation losses, and the last of these by arm."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -105,7 +108,7 @@ def draw(out: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
         points = [(r["step"] * per_step, r["validation_loss"]) for r in records if "validation_loss" in r]
         label = f"{arm} ({one['validation_loss']:.4f})"
         validation.plot(*zip(*points), "o-", color=colour, linewidth=1.3, markersize=4, label=label)
-        final.barh(arm, one["validation_loss"], color=colour)
+        final.plot(one["validation_loss"], arm, "o", color=colour)  # no bar: the axis does not begin at 0
     training.set_ylabel("training loss (nats per token)")
     validation.set_ylabel("validation loss (nats per token)")
     for axes in (training, validation):
@@ -119,5 +122,6 @@ def draw(out: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     span = max(found) - min(found)
     final.set_xlim(min(found) - 0.25 * span - 1e-3, max(found) + 0.1 * span + 1e-3)
     final.set_xlabel("validation loss after the last step")
+    final.grid(alpha=0.25, linewidth=0.6)
     final.invert_yaxis()
     figure.savefig(out / "matrix_quality.png", dpi=120)

@@ -15,6 +15,7 @@ from typing import Any
 from scripts.bench import sync_report
 from scripts.bench.beside import Place
 from scripts.bench.matrix_arms import own_seconds
+from scripts.bench.peak_rates import at_edge, best_rate
 from scripts.bench.sync_cells import cells, done, matched, own_options, store
 from scripts.bench.sync_threads import get_ready, train_threads
 
@@ -116,16 +117,17 @@ def tune_and_plan(beside: Beside, options: argparse.Namespace) -> None:
     if not found:
         raise SystemExit("no rate of --tune, and no probe, came to its last step")
     if options.tune:
-        # NaN, of a rate that diverged, compares with nothing.
-        best = min(found, key=lambda r: r["validation_loss"] if r["validation_loss"] > 0 else float("inf"))
-        options.lr = best["settings"]["lr"]
+        losses = {result["settings"]["lr"]: result["validation_loss"] for result in found}
+        options.lr = best_rate(losses)
+        if told := at_edge(losses):
+            print(f"--tune: {told}", flush=True)
     spans = {r["cell"]: {"span": r["span"], "trained_steps": len(r["losses"])} for r in found}
     own = max(own_seconds(spans).values())
     count = len(cells(options)) + len([tau for tau in options.thresholds if tau in options.match])
     options.steps = max(PACE_STEPS, min(options.steps, int(MARGIN * beside.left() / (own * count))))
     print(
-        f"rate {options.lr}, {options.steps} steps of each of {count} cells, {own * 1e3:.0f} ms a step, "
-        f"{beside.left():.0f} s left",
+        f"rate {options.lr}, {options.steps} steps of each of up to {count} cells, "
+        f"{own * 1e3:.0f} ms a step, {beside.left():.0f} s left",
         flush=True,
     )
 

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.bench import sync_report  # noqa: E402
+from scripts.bench.peak_rates import at_edge, best_rate  # noqa: E402
 from scripts.bench.sync_beside import go_beside  # noqa: E402
 from scripts.bench.sync_cells import cell_file, cells, done, matched, own_options, store  # noqa: E402
 from scripts.bench.sync_processes import Train, train_processes  # noqa: E402
@@ -70,7 +71,7 @@ def fitting_steps(options: argparse.Namespace, train: Train) -> int:
     return max(30, min(options.steps, int(options.fit / found["step_seconds"])))
 
 
-def best_rate(options: argparse.Namespace, train: Train) -> float:
+def tuned_rate(options: argparse.Namespace, train: Train) -> float:
     """The rate of `--tune` with which every_step ends lowest, after `--tune-steps`: a policy is compared with
     a run that could not simply take larger steps."""
     found = {}
@@ -82,7 +83,9 @@ def best_rate(options: argparse.Namespace, train: Train) -> float:
             found[rate] = result["validation_loss"]
     if not found:
         raise SystemExit("--tune: no rate came to its last step")
-    return min(found, key=lambda rate: found[rate])
+    if told := at_edge(found):
+        print(f"--tune: {told}", flush=True)
+    return best_rate(found)
 
 
 def go_through(options: argparse.Namespace, train: Train) -> None:
@@ -91,7 +94,7 @@ def go_through(options: argparse.Namespace, train: Train) -> None:
     results: list[dict[str, Any]] = []
     options.seed = options.seeds[0]
     if options.tune:
-        options.lr = best_rate(options, train)
+        options.lr = tuned_rate(options, train)
     if options.fit:
         options.steps = fitting_steps(options, train)
     for seed in options.seeds:

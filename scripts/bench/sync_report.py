@@ -61,6 +61,7 @@ def write(results: list[dict[str, Any]], folder: Path) -> None:
     """results.json (all of it but the curves) and results.md."""
     base = {result["seed"]: result for result in results if result["cell"] == "every_step"}
     rows = [summary(result, base.get(result["seed"])) for result in results]
+    rows.sort(key=lambda row: (row["seed"], -row["gib"]))  # cells end in any order
     settings = results[0]["settings"] if results else {}
     (folder / "results.json").write_text(json.dumps({"settings": settings, "cells": rows}, indent=1) + "\n")
     (folder / "results.md").write_text(markdown(rows, settings))

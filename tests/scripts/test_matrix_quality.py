@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from scripts.bench import matrix_quality, matrix_quality_report, python_text
 from scripts.bench.matrix_arms import Places, Run, fits
+from scripts.bench.peak_rates import at_edge, best_rate, beyond
 from tests.trainer.runs import write_corpus
 
 
@@ -22,7 +25,12 @@ def test_arms_share_data_and_the_rate_that_was_best_for_adamw(
     assert matrix_quality.main([*words, "--arms", "adamw", "dobb-16"]) == 0, capsys.readouterr().out
     plan = json.loads((tmp_path / "plan.json").read_text())
     tried = {probe["lr"]: probe["validation_loss"] for probe in plan["probes"]}
-    assert len(tried) == 2 and set(plan["lrs"].values()) == {min(tried, key=tried.__getitem__)}
+    best = min(tried, key=tried.__getitem__)
+    assert set(plan["lrs"].values()) == {best}
+    # Of two rates one is at an edge, so more were tried: until the best lay between others, or two of them.
+    assert len(tried) == 4 or (len(tried) == 3 and min(tried) < best < max(tried))
+    told = (tmp_path / "matrix_quality.md").read_text()
+    assert ("that was tried" in told) == (best in (min(tried), max(tried)))
     report = json.loads((tmp_path / "matrix_quality.json").read_text())
     assert set(report["arms"]) == {"adamw", "dobb-16"} and [p["ahead"] for p in report["order"]] == [
         "dobb-16"
@@ -121,3 +129,37 @@ def test_the_order_of_pairs_counts_finished_arms_alone() -> None:
     assert found == pytest.approx(
         {("dobb-16", "adamw"): 0.2, ("dobb-16", "dion-1-16"): 0.3, ("adamw", "dion-1-16"): 0.1}
     )
+
+
+def test_a_rate_beyond_the_best_is_named_where_the_best_is_at_an_edge() -> None:
+    assert beyond({1e-3: 2.0, 2e-3: 3.0, 4e-3: 2.5}) == pytest.approx(5e-4)
+    assert beyond({1e-3: 4.0, 3e-3: 3.0}) == pytest.approx(9e-3)
+    assert beyond({1e-3: 4.0, 2e-3: 3.0, 4e-3: 3.5}) is None and beyond({1e-3: 4.0}) is None
+    diverged = {1e-3: float("nan"), 2e-3: 3.0, 4e-3: float("nan")}
+    assert best_rate(diverged) == 2e-3 and beyond(diverged) is None
+    assert beyond(dict.fromkeys((1e-3, 2e-3), float("nan"))) is None
+    assert "lowest" in at_edge({1e-3: 2.0, 2e-3: 3.0}) and "0.0005" in at_edge({1e-3: 2.0, 2e-3: 3.0})
+    assert "highest" in at_edge({1e-3: 3.0, 2e-3: 2.0}) and not at_edge({1e-3: 3.0})
+
+
+def test_an_idle_process_gives_back_its_semaphores_and_one_that_is_busy_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "places.py"
+    script.write_text(
+        "from scripts.bench.beside import Place\n"
+        "if __name__ == '__main__':\n"
+        "    idle, busy, failed, ended = [Place() for _ in range(4)]\n"
+        "    idle.submit(exec, 'import multiprocessing as m; m.kept = m.Lock()').result()\n"
+        "    busy.submit(exec, 'import time; time.sleep(600)')\n"
+        "    hang = 'import threading as t, time; t.Thread(target=time.sleep, args=(600,)).start(); 1 / 0'\n"
+        "    print(repr(failed.submit(exec, hang).exception()))\n"
+        "    ended.submit(exec, 'import os; os._exit(1)').exception()\n"
+        "    for place in (idle, busy, failed, ended):\n"
+        "        place.close(kill=True)\n"
+    )
+    root = Path(matrix_quality.__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    ran = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0 and "ZeroDivisionError" in ran.stdout, ran.stderr
+    assert "leaked" not in ran.stderr

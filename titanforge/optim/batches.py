@@ -45,7 +45,7 @@ class BatchList:
 
 
 def batches(items: Sequence[LocalWeight], most: int = BATCH_BYTES) -> Iterator[Batch]:
-    """Items to update together: matrices of one shape, of `most` bytes as fp32; anything else alone."""
+    """Items to update together: matrices of one shape, up to `most` bytes as fp32; anything else alone."""
     by_shape: dict[tuple, list[LocalWeight]] = defaultdict(list)
     for item in items:
         if item.weight.numel() == 0:

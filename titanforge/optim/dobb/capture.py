@@ -141,7 +141,9 @@ class BasisKeeper(ABC):
             sizes = [len(basis) for basis in bases]
             kept = torch.where(applies != 0, batch.bases, torch.cat(bases))
             torch._foreach_copy_(bases, list(kept.split(sizes)))  # pyright: ignore[reportPrivateImportUsage]
-            sound = torch.isfinite(batch.statistics).all(dim=(-2, -1), keepdim=True) & (applies != 0)
+            # The largest is not finite where any is not; `isfinite` of all would write them out twice.
+            largest = torch.linalg.vector_norm(batch.statistics, float("inf"), (-2, -1), keepdim=True)
+            sound = torch.isfinite(largest) & (applies != 0)
             kept = torch.where(sound, batch.statistics, torch.cat(statistics))
             torch._foreach_copy_(statistics, list(kept.split(sizes)))  # pyright: ignore[reportPrivateImportUsage]
             self.failed_blocks += torch.where(applies != 0, batch.failed, 0)
@@ -289,7 +291,7 @@ class DobbCapture(BasisKeeper):
         for group in alike([part for reduction in self._reductions for part in reduction.wait()]):
             weights, sums, counts, positions = zip(*group)
             counted = torch.cat(counts)
-            mean = torch.cat(sums) / counted.clamp_min(1.0)[:, None, None]
+            mean = torch.cat(sums).div_(counted.clamp_min(1.0)[:, None, None])
             if self.options.side == "G":
                 # Losses were divided by the tokens of the whole step; the paper's g_i were not. Of experts:
                 # by the rows of all of them, whose scale no eigenvector depends on.

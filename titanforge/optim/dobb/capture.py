@@ -301,8 +301,12 @@ class DobbCapture(BasisKeeper):
             old = torch.cat([weight.statistic for weight in weights]).float()
             captured = counted > 0
             # No position at all (an expert without tokens) leaves the statistic as it is.
-            new = torch.where(captured[:, None, None], self.options.decay * old + mean, old)
-            self._prepared.append(self._find_batch(weights, new, captured))
+            if any(weight.experts for weight in weights):  # who may add anything then, where others add zeros
+                mean = torch.where(captured[:, None, None], mean, 0.0)
+            kept = torch.where(captured, self.options.decay, 1.0)[:, None, None]
+            mean.addcmul_(old, kept)
+            del old  # as large as all that the refresh works in
+            self._prepared.append(self._find_batch(weights, mean, captured))
         self._reductions = []
 
     @torch.no_grad()

@@ -94,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         "--keep-logits", action="store_true", help="of the fused arms' head, as forge.keep_logits"
     )
     parser.add_argument(
-        "--separate-projections", action="store_true",
-        help="of the fused arms: forge.merge_projections = false",
+        "--merge-projections", action="store_true",
+        help="of the fused arms, as forge.merge_projections",
     )  # fmt: skip
     parser.add_argument("--cell-timeout", type=float, default=240.0, help="seconds for one method")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all methods")
@@ -132,7 +132,7 @@ def run_method(args: argparse.Namespace) -> dict[str, Any]:
             max_norm=args.max_norm,
             capturable=graphed,
             forge_kernel=args.forge_kernel,
-            steps=Steps(keep_logits=args.keep_logits, merge_projections=not args.separate_projections),
+            steps=Steps(keep_logits=args.keep_logits, merge_projections=args.merge_projections),
         )
     pool = token_pool(model.args.vocab_size, args.batch, seq_len, device=args.device)
     plain = TrainStep(model, update)
@@ -160,7 +160,7 @@ def run_method(args: argparse.Namespace) -> dict[str, Any]:
         "ac": ac,
         "forge_kernel": args.forge_kernel if kind.startswith("forge") else None,
         "keep_logits": args.keep_logits if kind.startswith("forge") else None,
-        "merge_projections": not args.separate_projections if kind.startswith("forge") else None,
+        "merge_projections": args.merge_projections if kind.startswith("forge") else None,
         "forms": forms,
         "weights_gib": sum(p.numel() * p.element_size() for p in model.parameters()) / GIB,
         "states_gib": None

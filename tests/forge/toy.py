@@ -62,7 +62,9 @@ def fuse(
     )
 
 
-def fuse_materialised(model: nn.Module, options: Optimizer, dtype: str = "float32") -> ForgeOptimizer:
+def fuse_materialised(
+    model: nn.Module, options: Optimizer, dtype: str = "float32", **steps: Any
+) -> ForgeOptimizer:
     """The same operands, but each gradient is formed from the same tiles and handed to the flat pass."""
 
     def formed(rule: Any, placement: Any, mesh: Any, schedule: Any) -> ParamPlan:
@@ -74,6 +76,7 @@ def fuse_materialised(model: nn.Module, options: Optimizer, dtype: str = "float3
         build_groups(model, options),
         build_recipe(options, dtype),
         probe=lambda: llama_loss(model, 0),
+        steps=Steps(**steps),
         seed=3,
         planner=formed,
     )

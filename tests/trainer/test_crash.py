@@ -1,12 +1,21 @@
-"""kill -9 in the middle of a save, and a damaged newest checkpoint: training goes on from the good one."""
+"""kill -9 in the middle of a save, and a damaged newest checkpoint: training goes on from the good one; in
+the middle of a step: the others end and say who it was."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
+from pathlib import Path
 
+import torch
+
+from tests.distributed_harness import process_context
 from tests.trainer.live import LiveRun, saved_steps
 from tests.trainer.runs import argv, column, train_all, training_lines, write_corpus
+from titanforge.parallelisms import peers
+from titanforge.trainer import Trainer
 
 
 def test_kill_9_in_a_save_and_a_truncated_checkpoint_cost_only_the_steps_since(tmp_path):
@@ -57,3 +66,52 @@ def test_kill_9_in_a_save_and_a_truncated_checkpoint_cost_only_the_steps_since(t
     assert column(folder, "loss") == [killed[step] for step in range(1, steps + 1)]
     assert saved_steps(folder)[-1] == steps
     assert not list((folder / "checkpoint").glob("*.tmp"))
+
+
+def _rank(rank: int, port: int, arguments: list[str], errors: str) -> None:
+    from train import main
+
+    os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = os.fdopen(2, "w")
+    torch.set_num_threads(1)
+    peers._ANSWER_SECONDS = 2.0
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    accumulate = Trainer._accumulate
+
+    def with_a_death(self: Trainer, batches: list) -> torch.Tensor:
+        if rank == 1 and self.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return accumulate(self, batches)
+
+    Trainer._accumulate = with_a_death
+    sys.exit(main(arguments))
+
+
+def test_a_rank_killed_in_a_step_is_named_where_pytorch_issued_the_collective(tmp_path):
+    """Without torchrun, which would end the other rank."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    split = {
+        "parallelism__tensor_parallel_degree": 2,
+        "model__n_kv_heads": 2,
+        "comm__train_timeout_seconds": 3,
+    }
+    arguments = argv(tmp_path / "run", corpus, training__steps=50, **split)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = process_context()
+    logs = [str(tmp_path / f"{rank}.log") for rank in range(2)]
+    processes = [context.Process(target=_rank, args=(rank, port, arguments, logs[rank])) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        if process.exitcode is None:
+            process.kill()
+    assert [process.exitcode for process in processes] == [1, -signal.SIGKILL]
+    told = Path(logs[0]).read_text()
+    (line,) = [line for line in told.splitlines() if "rank 0 ends" in line]
+    assert "in step 3, latest collective: the agreement over world; a rank is gone" in line, line
+    assert line.endswith("rank 1 gave no sign of life: gone, or stopped")
+    assert "GLHF" not in line

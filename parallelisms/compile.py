@@ -43,9 +43,10 @@ def apply_compile(
     Raises ValueError for a budget out of its range, or a backend that has no choice of what to keep.
     """
     compiler: str | Callable[..., Any] = backend
-    if memory_budget is not None or overlap_products:
-        if not isinstance(backend, str):
+    if not isinstance(backend, str):
+        if memory_budget is not None or overlap_products:
             raise ValueError("a memory budget or overlap is for a backend of torch.compile by name")
+    elif backend == "inductor" or memory_budget is not None or overlap_products:
         compiler = _instructed(backend, memory_budget, overlap_products)
     layers = getattr(model, "layers", None)
     blocks = list(layers.children()) if layers is not None else []
@@ -85,7 +86,12 @@ def _instructed(backend: str, memory_budget: float | None, overlap_products: boo
         # Of weights that are split over ranks, torch 2.13 hands graphs the mesh, which holds no activation.
         if hasattr(partitioner_config, "unsafe_treat_script_objects_as_zero_size"):
             settings["unsafe_treat_script_objects_as_zero_size"] = True
-    patches = {"config_patches": {"_micro_pipeline_tp": True}} if overlap_products else {}
+    # Of a matrix whose rows inductor pads on a GPU (wider than 1024, no multiple of 128 bytes) and that an
+    # operator of our own reads too, PyTorch 2.11 lays the rows without padding and multiplies them as if they
+    # had it.
+    changes = {"comprehensive_padding": False} if backend == "inductor" else {}
+    changes |= {"_micro_pipeline_tp": True} if overlap_products else {}
+    patches = {"config_patches": changes} if changes else {}
     compile_graph = torch._dynamo.lookup_backend(backend)
 
     def compile_instructed(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:

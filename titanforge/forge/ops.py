@@ -46,8 +46,12 @@ _library = torch.library.Library("titanforge", "FRAGMENT")
 
 
 def _define(schema: str, implementation: Callable[..., None]) -> Any:
-    """An op that changes its first argument and returns nothing."""
-    name = _library.define(schema).split("(")[0]
+    """An op that changes its first argument, takes any strides and returns nothing.
+
+    The compiler is told so: inductor of PyTorch 2.11, where it must lay out a matrix without padding for an
+    op, has been seen to multiply it as if its rows were padded.
+    """
+    name = _library.define(schema, tags=(torch.Tag.flexible_layout,)).split("(")[0]
 
     def run(weight: Tensor, *operands: Tensor) -> None:
         implementation(weight, *operands)

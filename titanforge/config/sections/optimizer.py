@@ -168,5 +168,5 @@ class Forge:
     merge_projections: bool = False
     """Multiply fused linears that share their input (q, k and v; gate and up) as one, their weights side by
     side in memory: fewer and larger products, and their input's gradient is summed in fp32 where the ordinary
-    engine adds products in the model's dtype. On one device. Experimental: with compiled blocks on a GPU a
-    small model took slightly wrong steps (docs/forge.md)."""
+    engine adds products in the model's dtype. On one device. Experimental: see
+    docs/forge.md."""

@@ -1,4 +1,5 @@
-"""Orthonormalising (C + eps I) U by two passes of Cholesky QR, batched over blocks (Dobb, algorithm 4)."""
+"""Orthonormalising (C + eps I) U, batched over blocks (Dobb, algorithm 4): a pass of Cholesky QR and,
+in place of a second one, corrections to first order."""
 
 from __future__ import annotations
 

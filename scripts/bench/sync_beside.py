@@ -35,9 +35,13 @@ class Beside:
         self._longest = 0.0
         self.failed: list[str] = []
         ready = [place.submit(get_ready, size, options) for place in self._places]
-        wait(ready)
-        for future in ready:
-            future.result()
+        try:
+            wait(ready)
+            for future in ready:
+                future.result()
+        except BaseException:
+            self.close()
+            raise
 
     def left(self) -> float:
         return self._end - RESERVE - time.monotonic()

@@ -15,7 +15,7 @@ OF_A_CELL = ("lr", "momentum", "rank_fraction", "error_feedback")
 """Options that a cell may have of its own."""
 _NOT_SETTINGS = (
     "output", "fit", "tune", "tune_steps", "cell_seconds", "seconds", "thresholds", "intervals", "cell",
-    "match", "seed", "seeds", "beside", "corpus", "compile",
+    "match", "seed", "seeds", "beside", "compile",
 )  # fmt: skip
 
 
@@ -85,7 +85,8 @@ def cell_file(name: str, options: argparse.Namespace) -> Path:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    return {key: value for key, value in vars(options).items() if key not in _NOT_SETTINGS}
+    found = {key: value for key, value in vars(options).items() if key not in _NOT_SETTINGS}
+    return found | {"corpus": str(options.corpus) if options.corpus else None}
 
 
 def store(

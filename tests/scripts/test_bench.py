@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench import harness, observed, ours, peers, step, sync_quality, synthetic, throughput
+from scripts.bench import (
+    harness,
+    observed,
+    ours,
+    peers,
+    step,
+    sync_cells,
+    sync_quality,
+    synthetic,
+    throughput,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--device", "cpu", "--tiny", "--seq-len", "32", "--warmup", "1", "--steps", "8", "--lr", "1e-3"]
@@ -117,6 +127,19 @@ def test_sync_quality_compares_cells_and_goes_on_where_it_stopped(tmp_path: Path
     assert sync_quality.main(arguments) == 0 and cell.stat().st_mtime_ns == stamp
     assert sync_quality.main([*arguments, "--steps", "5", "--cell-seconds", "1e-6"]) == 0
     assert "stopped after 0 steps" in (tmp_path / "results.md").read_text()
+
+
+def test_a_cell_of_other_text_is_not_taken_for_done(tmp_path: Path) -> None:
+    options = sync_quality.parser().parse_args(["-o", str(tmp_path), "--corpus", "one.jsonl"])
+    options.seed = 0
+    result = {"finished": True, "losses": [1.0], "validation_loss": 1.0, "syncs": []}
+    path = sync_cells.cell_file("every_step", options)
+    path.parent.mkdir()
+    path.write_text(json.dumps({"settings": sync_cells.settings_of(options), **result}))
+    assert sync_cells.done("every_step", options)
+    for corpus in (Path("two.jsonl"), None):
+        options.corpus = corpus
+        assert sync_cells.done("every_step", options) is None
 
 
 def test_sync_quality_runs_cells_beside_each_other_and_matches_their_rate(tmp_path: Path, capsys) -> None:

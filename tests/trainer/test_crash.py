@@ -94,7 +94,7 @@ def test_a_rank_killed_in_a_step_is_named_where_pytorch_issued_the_collective(tm
     split = {
         "parallelism__tensor_parallel_degree": 2,
         "model__n_kv_heads": 2,
-        "comm__train_timeout_seconds": 3,
+        "comm__train_timeout_seconds": 30,
     }
     arguments = argv(tmp_path / "run", corpus, training__steps=50, **split)
     with socket.socket() as probe:
@@ -106,7 +106,7 @@ def test_a_rank_killed_in_a_step_is_named_where_pytorch_issued_the_collective(tm
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(120)
         if process.exitcode is None:
             process.kill()
     assert [process.exitcode for process in processes] == [1, -signal.SIGKILL]

@@ -78,7 +78,7 @@ class ForgeOptimizer(RuleOptimizer):
         self._model = model
         self._ranks = ranks or Ranks()
         self._plans = plans
-        self._keep_logits = keep_logits
+        self._keep_logits, self._merge_projections = keep_logits, merge_projections
         self._kinds: dict[str, Kind] = {name: one.placement.kind for name, one in covered.items()}
         self._micro_batches = micro_batches
         self._clip = LaggedClip(max_norm, self._device)
@@ -211,7 +211,8 @@ class ForgeOptimizer(RuleOptimizer):
     def report(self) -> str:
         """The plan, grouped, and what the rules send, for printing at start-up."""
         unkept = unkept_logits(self.plan) if self._keep_logits else ""
-        merged = merged_projections([projection.group for projection in self._projections])
+        groups = [projection.group for projection in self._projections]
+        merged = merged_projections(groups) if self._merge_projections else ""
         plan = plan_report(self.plan, self._model)
         return "\n".join(filter(None, (plan, merged, unkept, super().report())))
 

@@ -47,9 +47,12 @@ def unkept_logits(lines: Sequence[PlanLine]) -> str:
 
 
 def merged_projections(groups: Sequence[Group]) -> str:
-    """How many linears are multiplied together; empty for none."""
+    """What `forge.merge_projections = true` does: which linears are multiplied together, or that none are."""
     if not groups:
-        return ""
+        return (
+            "forge.merge_projections = true has no effect: no linears of one input are all fused on one "
+            "device, without bias or hook"
+        )
     kinds = sorted({"+".join(group.attributes) for group in groups})
     return f"  {len(groups)} groups of linears of one input ({', '.join(kinds)}) are multiplied as one"
 

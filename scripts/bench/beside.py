@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from typing import Any
 
 
@@ -43,6 +43,7 @@ class Place:
         """Let the process end; `kill`: also one that is within a call, or whose last call failed and may have
         left threads that never end. One that is idle gives back its semaphores if it ends by itself."""
         if kill and (not self._last.done() or self._last.exception() is not None):
+            wait([self._pid])  # one that is only starting cannot be told yet, and would then take its call
             self.stop(signal.SIGKILL)
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -153,13 +153,15 @@ def test_an_idle_process_gives_back_its_semaphores_and_one_that_is_busy_is_kille
         "    hang = 'import threading as t, time; t.Thread(target=time.sleep, args=(600,)).start(); 1 / 0'\n"
         "    print(repr(failed.submit(exec, hang).exception()))\n"
         "    ended.submit(exec, 'import os; os._exit(1)').exception()\n"
-        "    for place in (idle, busy, failed, ended):\n"
+        "    starting = Place()\n"
+        "    starting.submit(exec, 'import time; time.sleep(600)')\n"
+        "    for place in (starting, idle, busy, failed, ended):\n"
         "        place.close(kill=True)\n"
     )
     root = Path(matrix_quality.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     ran = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 0 and "ZeroDivisionError" in ran.stdout, ran.stderr
     assert "leaked" not in ran.stderr

@@ -16,7 +16,7 @@ from scripts.bench import sync_report
 from scripts.bench.beside import Place
 from scripts.bench.matrix_arms import own_seconds
 from scripts.bench.peak_rates import at_edge, best_rate
-from scripts.bench.sync_cells import cells, done, matched, own_options, store
+from scripts.bench.sync_cells import cells, done, matched, own_options, store, with_seed
 from scripts.bench.sync_threads import get_ready, train_threads
 
 MARGIN = 0.9  # of the time that is left, for what short cells do not show
@@ -33,7 +33,7 @@ class Beside:
         self._size, self._end = size, time.monotonic() + options.seconds
         self._places = [Place() for _ in range(options.beside)]
         self._longest = 0.0
-        self.failed: list[str] = []
+        self.missing: dict[str, str] = {}  # cells without a result, and why
         ready = [place.submit(get_ready, size, options) for place in self._places]
         try:
             wait(ready)
@@ -71,7 +71,10 @@ class Beside:
                     continue
                 begun.add((name, options.seed))
                 sync, own = own_options(keys, options)
-                if ((found := done(name, own)) and found["finished"]) or self.left() <= self._longest:
+                found = done(name, sync, own)
+                if (found and found["finished"]) or self.left() <= self._longest:
+                    if not found:
+                        self.missing[with_seed(name, own)] = "not begun, --seconds are nearly over"
                     ended(found)
                     continue
                 seconds = min(self.left(), options.cell_seconds)
@@ -80,10 +83,16 @@ class Beside:
                 future = place.submit(train_threads, self._size, sync, timed)
                 going[future] = ((name, sync, own), place, time.monotonic())
             if not going:
+                never = [with_seed(name, own) for name, _, own in waiting]
+                self.missing |= dict.fromkeys(never, "not begun, the processes of others failed")
                 return results
             over = wait(going, max(0.0, self._end - time.monotonic()), "FIRST_COMPLETED").done
             if not over:
-                print(f"not ended in time: {', '.join(cell[0] for cell, *_ in going.values())}", flush=True)
+                cut = [with_seed(name, own) for (name, _, own), *_ in going.values()]
+                print(f"not ended in time: {', '.join(cut)}", flush=True)
+                never = [with_seed(name, own) for name, _, own in waiting]
+                self.missing |= dict.fromkeys(cut, "cut off at the end of --seconds")
+                self.missing |= dict.fromkeys(never, "not begun, --seconds are over")
                 return results
             for future in over:
                 (name, sync, own), place, begin = going.pop(future)
@@ -91,11 +100,11 @@ class Beside:
                 self._longest = max(self._longest, took)
                 if error := future.exception():
                     print(f"{name} FAILED: {error!r}\n{error.__cause__ or ''}", flush=True)
-                    self.failed.append(name)
+                    self.missing[with_seed(name, own)] = f"failed, {type(error).__name__}"
                     continue  # and leave its process alone
                 free.append(place)
                 store(name, sync, own, future.result(), took)
-                ended(done(name, own))
+                ended(done(name, sync, own))
 
     def close(self) -> None:
         for place in self._places:
@@ -137,14 +146,15 @@ def tune_and_plan(beside: Beside, options: argparse.Namespace) -> None:
 
 
 def go_beside(size: dict[str, Any], options: argparse.Namespace) -> int:
-    """All cells of all seeds, `--beside` of them at a time, with a report after each: exit code."""
+    """All cells of all seeds, `--beside` of them at a time, with a report after each: exit code, 0 where all
+    came to their last step."""
     options.seed = options.seeds[0]
     beside = Beside(size, options)
     reported: list[dict[str, Any]] = []
 
     def more(result: dict[str, Any]) -> Waiting:
         reported.append(result)
-        sync_report.write(reported, options.output)
+        sync_report.write(reported, options.output, beside.missing)
         seeded = argparse.Namespace(**vars(options) | {"seed": result["seed"]})
         return [(name, keys, seeded) for name, keys in matched(result, options).items()]
 
@@ -154,9 +164,10 @@ def go_beside(size: dict[str, Any], options: argparse.Namespace) -> int:
         beside.go([cell for seed in options.seeds for cell in of_seed(options, seed)], more)
     finally:
         beside.close()
+    sync_report.write(reported, options.output, beside.missing)
     if reported:
         sync_report.draw(reported, options.output / "results.png")
         print((options.output / "results.md").read_text())
     else:
         print("no cell was run")
-    return 1 if beside.failed or not reported else 0
+    return sync_report.exit_code(options.output)

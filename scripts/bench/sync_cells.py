@@ -102,8 +102,13 @@ def store(
     print(sync_report.line(whole), file=sys.stderr, flush=True)
 
 
-def done(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """A cell's result, if it has one of the same settings."""
+def done(name: str, sync: dict[str, Any], options: argparse.Namespace) -> dict[str, Any] | None:
+    """A cell's result, if it has one of the same `[sync]` and settings."""
     path = cell_file(name, options)
     stored = json.loads(path.read_text()) if path.exists() else {}
-    return stored if stored.get("settings") == settings_of(options) else None
+    same = stored.get("settings") == settings_of(options) and stored.get("sync") == sync
+    return stored if same else None
+
+
+def with_seed(name: str, options: argparse.Namespace) -> str:
+    return f"{name} (seed {options.seed})"

@@ -14,7 +14,8 @@ of such threads run at the same time, each in a process of its own; with `--seco
 steps, at most --steps, as let all cells of the first seed end in time. A cell that is done is not run again.
 One that takes longer than --cell-seconds, or goes on at the end of --seconds, is stopped and called
 unfinished; none is begun that would not end in time if it took as long as the longest so far. Writes
-cells/*.json, after each of them results.json and results.md, and at the end results.png.
+cells/*.json, after each of them results.json and results.md, which names cells that have no result, and at
+the end results.png. The exit status is 0 where all cells came to their last step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ sys.path.insert(0, str(ROOT))
 from scripts.bench import sync_report  # noqa: E402
 from scripts.bench.peak_rates import at_edge, best_rate  # noqa: E402
 from scripts.bench.sync_beside import go_beside  # noqa: E402
-from scripts.bench.sync_cells import cell_file, cells, done, matched, own_options, store  # noqa: E402
+from scripts.bench.sync_cells import (  # noqa: E402
+    cell_file,
+    cells,
+    done,
+    matched,
+    own_options,
+    store,
+    with_seed,
+)
 from scripts.bench.sync_processes import Train, train_processes  # noqa: E402
 from scripts.bench.sync_threads import get_ready, train_threads  # noqa: E402
 
@@ -92,6 +101,7 @@ def go_through(options: argparse.Namespace, train: Train) -> None:
     """All cells that are not done, as time allows, with a report after each."""
     end, longest = time.monotonic() + options.seconds, 0.0
     results: list[dict[str, Any]] = []
+    missing: dict[str, str] = {}
     options.seed = options.seeds[0]
     if options.tune:
         options.lr = tuned_rate(options, train)
@@ -108,11 +118,14 @@ def go_through(options: argparse.Namespace, train: Train) -> None:
             left = end - begin if end - begin > longest else 0.0
             found = attempt(name, sync, options, train, min(left, options.cell_seconds))
             longest = max(longest, time.monotonic() - begin)
-            if found:
+            if not found:
+                missing[with_seed(name, options)] = "not begun, --seconds are nearly over"
+            else:
                 results.append(found)
-                sync_report.write(results, options.output)
+                sync_report.write(results, options.output, missing)
                 new = matched(found, options)
                 waiting = {n: s for n, s in new.items() if n not in begun} | waiting
+    sync_report.write(results, options.output, missing)
     if results:
         sync_report.draw(results, options.output / "results.png")
         print((options.output / "results.md").read_text())
@@ -125,12 +138,13 @@ def attempt(
 ) -> dict[str, Any] | None:
     """A cell's result, from before or, where there are seconds left, from now."""
     sync, options = own_options(keys, options)
-    if seconds <= 0 or ((found := done(name, options)) and found["finished"]):
-        return done(name, options)
+    found = done(name, sync, options)
+    if seconds <= 0 or (found and found["finished"]):
+        return found
     begin, folder = time.monotonic(), options.output / "runs" / cell_file(name, options).stem
     result = train(folder, SIZES[options.size], sync, options, seconds)
     store(name, sync, options, result, time.monotonic() - begin)
-    return done(name, options)
+    return done(name, sync, options)
 
 
 def train_here(
@@ -209,7 +223,7 @@ def main(argv: list[str]) -> int:
         if options.compile:
             get_ready(SIZES[options.size], argparse.Namespace(**vars(options) | {"seed": 0}))
         go_through(options, train_here)
-    return 0
+    return sync_report.exit_code(options.output)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,25 @@ def line(result: dict[str, Any]) -> str:
     )
 
 
-def write(results: list[dict[str, Any]], folder: Path) -> None:
-    """results.json (all of it but the curves) and results.md."""
+def write(results: list[dict[str, Any]], folder: Path, missing: Mapping[str, str] | None = None) -> None:
+    """results.json (all of it but the curves) and results.md; `missing`: cells without a result, and why."""
     base = {result["seed"]: result for result in results if result["cell"] == "every_step"}
     rows = [summary(result, base.get(result["seed"])) for result in results]
     rows.sort(key=lambda row: (row["seed"], -row["gib"]))  # cells end in any order
     settings = results[0]["settings"] if results else {}
-    (folder / "results.json").write_text(json.dumps({"settings": settings, "cells": rows}, indent=1) + "\n")
-    (folder / "results.md").write_text(markdown(rows, settings))
+    whole = {"settings": settings, "cells": rows, "missing": dict(missing or {})}
+    (folder / "results.json").write_text(json.dumps(whole, indent=1) + "\n")
+    (folder / "results.md").write_text(markdown(rows, settings, whole["missing"]))
 
 
-def markdown(rows: list[dict[str, Any]], settings: dict[str, Any]) -> str:
+def exit_code(folder: Path) -> int:
+    """0 where every cell of results.json came to its last step and none is missing, else 1."""
+    told = json.loads((folder / "results.json").read_text())
+    whole = told["cells"] and not told["missing"] and all(row["finished"] for row in told["cells"])
+    return 0 if whole else 1
+
+
+def markdown(rows: list[dict[str, Any]], settings: dict[str, Any], missing: Mapping[str, str]) -> str:
     head = (
         "| cell | seed | validation loss | above every_step | sync rate | GiB | bytes saved | drift |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
@@ -82,7 +91,8 @@ def markdown(rows: list[dict[str, Any]], settings: dict[str, Any]) -> str:
             f"| {row['greatest_drift']:.1e} |\n"
         )
     told = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
-    return f"{told}\n\n{head}{body}"
+    lacking = "; ".join(f"{cell}: {why}" for cell, why in missing.items())
+    return f"{told}\n\n{head}{body}" + (f"\nWithout a result: {lacking}.\n" if lacking else "")
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +20,10 @@ from scripts.bench import (
     ours,
     peers,
     step,
+    sync_beside,
     sync_cells,
     sync_quality,
+    sync_report,
     synthetic,
     throughput,
 )
@@ -125,21 +130,62 @@ def test_sync_quality_compares_cells_and_goes_on_where_it_stopped(tmp_path: Path
     cell = tmp_path / "cells" / "far_seed3.json"
     stamp = cell.stat().st_mtime_ns
     assert sync_quality.main(arguments) == 0 and cell.stat().st_mtime_ns == stamp
-    assert sync_quality.main([*arguments, "--steps", "5", "--cell-seconds", "1e-6"]) == 0
+    other = [word.replace("interval=4", "interval=2") for word in arguments]
+    assert sync_quality.main(other) == 0 and cell.stat().st_mtime_ns != stamp, "a name is not all of a cell"
+    assert sync_quality.main([*arguments, "--steps", "5", "--cell-seconds", "1e-6"]) == 1
     assert "stopped after 0 steps" in (tmp_path / "results.md").read_text()
+    assert sync_quality.main([*arguments, "--steps", "6", "--seconds", "0"]) == 1
+    told = (tmp_path / "results.md").read_text()
+    assert "Without a result: every_step (seed 3): not begun" in told and "far (seed 3): not begun" in told
+
+
+def stuck(size: dict[str, Any], sync: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    if sync["policy"] == "scheduled":
+        time.sleep(600)
+    return sync_beside.train_threads(size, sync, options)
+
+
+def test_cells_that_are_cut_off_are_named_and_are_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--size=tiny", "--beside=1", "--replicas=2", "--batch=1", "--steps=2", "-o", str(tmp_path)]
+    words += ["--thresholds", "--cell", "far", "policy=scheduled", "interval=2", "--cell", "next"]
+    options = sync_quality.parser().parse_args([*words, "policy=rmmc"])
+    options.device, options.seed = "cpu", 0
+    every, *others = sync_beside.of_seed(options, 0)
+    beside = sync_beside.Beside(sync_quality.SIZES["tiny"], options)
+    try:
+        (result,) = beside.go([every])
+        assert result["finished"] and not beside.missing
+        sync_report.write([result], tmp_path)
+        assert sync_report.exit_code(tmp_path) == 0
+        monkeypatch.setattr(sync_beside, "train_threads", stuck)
+        monkeypatch.setattr(sync_beside, "RESERVE", 0.0)
+        beside._end = time.monotonic() + beside._longest + 2
+        results = beside.go([every, *others])
+    finally:
+        beside.close()
+    assert results == [result]
+    assert {name: why.split(",")[0].split(" at")[0] for name, why in beside.missing.items()} == {
+        "far (seed 0)": "cut off", "next (seed 0)": "not begun",
+    }  # fmt: skip
+    sync_report.write(results, tmp_path, beside.missing)
+    assert "far (seed 0): cut off at the end of --seconds" in (tmp_path / "results.md").read_text()
+    assert sync_report.exit_code(tmp_path) == 1
 
 
 def test_a_cell_of_other_text_is_not_taken_for_done(tmp_path: Path) -> None:
     options = sync_quality.parser().parse_args(["-o", str(tmp_path), "--corpus", "one.jsonl"])
     options.seed = 0
-    result = {"finished": True, "losses": [1.0], "validation_loss": 1.0, "syncs": []}
+    sync = {"policy": "every_step"}
+    result = {"finished": True, "losses": [1.0], "validation_loss": 1.0, "syncs": [], "sync": sync}
     path = sync_cells.cell_file("every_step", options)
     path.parent.mkdir()
     path.write_text(json.dumps({"settings": sync_cells.settings_of(options), **result}))
-    assert sync_cells.done("every_step", options)
+    assert sync_cells.done("every_step", sync, options)
     for corpus in (Path("two.jsonl"), None):
         options.corpus = corpus
-        assert sync_cells.done("every_step", options) is None
+        assert sync_cells.done("every_step", sync, options) is None
 
 
 def test_sync_quality_runs_cells_beside_each_other_and_matches_their_rate(tmp_path: Path, capsys) -> None:

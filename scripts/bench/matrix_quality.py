@@ -24,6 +24,7 @@ where it stopped. Writes runs/ARM/metrics.jsonl, matrix_quality.json, .md and .p
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -56,7 +57,7 @@ from scripts.bench.python_text import write_corpus
 MARGIN = 0.9  # of the time that is left, for what a short pace does not show
 WIDEN_SHARE = 10  # one more rate may take a tenth of the time that is left
 RESTART = 10.0  # seconds: the last runs' start and the report
-# What may differ between two calls that go on with each other's arms.
+# What may differ between two calls that go on with each other's arms. The text is told by what is in it.
 _NOT_SETTINGS = ("out", "arms", "seconds", "end", "devices", "in_process", "corpus")
 
 
@@ -67,14 +68,10 @@ def settle(options: argparse.Namespace, places: Places) -> dict[str, Any]:
         SystemExit: plan.json is of other settings, no probe came to its end, or a GPU has too little memory.
     """
     path = options.out / "plan.json"
-    settings = {key: value for key, value in vars(options).items() if key not in _NOT_SETTINGS}
-    if path.exists():
-        plan = json.loads(path.read_text())
-        if plan["settings"] != settings:
-            raise SystemExit(
-                f"{options.out} holds runs of other settings: choose another --out, or remove it"
-            )
-        return plan
+    begun = json.loads(path.read_text()) if path.exists() else {}
+    if "steps" in begun:
+        same_settings(options, begun)
+        return begun
     probed = list(ARMS) if options.select == "each" else [BASELINE]
     middle = sorted(options.lrs)[len(options.lrs) // 2]
     probes = []
@@ -87,7 +84,8 @@ def settle(options: argparse.Namespace, places: Places) -> dict[str, Any]:
     own = {arm: arm for arm in options.arms}
     own |= {probe.place: probe.arm for probe in probes}
     places.make(list(own))
-    ready_corpus(options)  # meanwhile
+    settings = same_settings(options, begun)  # meanwhile
+    path.write_text(json.dumps({"settings": settings}, indent=1))  # before a run can be taken for another's
     if not options.in_process:
         warm = [Run(f"warm-{p}", arm, middle, WARM_STEPS, p, "warm") for p, arm in own.items()]
         check_memory(places.run(warm), list(own), options)
@@ -142,6 +140,26 @@ def widened(
         if not more:
             break
         found += more
+    return found
+
+
+def same_settings(options: argparse.Namespace, begun: Mapping[str, Any]) -> dict[str, Any]:
+    """What runs of one folder have alike, a digest of the text (written here if need be) included.
+
+    Raises:
+        SystemExit: `begun`, what plan.json held, has other settings.
+    """
+    ready_corpus(options)
+    with options.corpus.open("rb") as text:
+        digest = hashlib.file_digest(text, "sha256").hexdigest()
+    found = {key: value for key, value in vars(options).items() if key not in _NOT_SETTINGS}
+    found |= {"text_sha256": digest}
+    known = begun.get("settings", found)
+    if other := [key for key, value in found.items() if known.get(key) != value]:
+        raise SystemExit(
+            f"{options.out} holds runs of other settings ({', '.join(other)}): choose another --out, or "
+            "remove it"
+        )
     return found
 
 

@@ -47,8 +47,16 @@ def test_arms_share_data_and_the_rate_that_was_best_for_adamw(
     told = capsys.readouterr().out
     assert "[adamw] done before" in told and "[probe" not in told
     assert "| dobb-16 |" in (tmp_path / "matrix_quality.md").read_text()
-    with pytest.raises(SystemExit, match="other settings"):
+    with pytest.raises(SystemExit, match=r"other settings \(seed\)"):
         matrix_quality.main([*words, "--seed", "2"])
+    (tmp_path / "other.jsonl").write_text((tmp_path / "corpus.jsonl").read_text().replace("a", "e"))
+    for left in (plan, {"settings": plan["settings"]}):  # the second: cut off while rates were tried
+        (tmp_path / "plan.json").write_text(json.dumps(left))
+        with pytest.raises(SystemExit, match=r"other settings \(text_sha256\)"):
+            matrix_quality.main([*words, "--corpus", str(tmp_path / "other.jsonl")])
+    (tmp_path / "corpus.jsonl").rename(tmp_path / "moved.jsonl")
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert matrix_quality.main([*words, "--arms", "adamw", "--corpus", str(tmp_path / "moved.jsonl")]) == 0
 
 
 def test_text_is_of_installed_packages_without_copies(

@@ -39,6 +39,7 @@ TOY = {"dim": 32, "n_layers": 2, "n_heads": 2}
 WARM_STEPS = 11  # Dobb compiles its refresh in the first step and, another, in the tenth
 PACE_STEPS = 30
 EVALUATIONS = 5
+GRACE = 10.0  # seconds in which a run that was told to stop ends its step and says what it has
 _CONTEXT_BYTES = 700 << 20  # of a process on a GPU, beside what its allocator knows
 
 
@@ -171,7 +172,7 @@ class Places:
                 else:
                     going[self._made[run.place].submit(*call)] = run
         waiting = set(going)
-        for grace, tell in ((0.0, signal.SIGTERM), (10.0, signal.SIGKILL)):
+        for grace, tell in ((0.0, signal.SIGTERM), (GRACE, signal.SIGKILL)):
             limit = max(0.0, options.end - time.perf_counter()) + grace
             while waiting:
                 begin = time.perf_counter()

@@ -218,6 +218,60 @@ def test_weights_move_together_only_when_nothing_can_fail_any_more() -> None:
     train(model, former, 0, 1)
 
 
+def final(base: type[nn.Module]) -> type[nn.Module]:
+    def refuse(cls: type) -> None:
+        raise TypeError("no class of it")
+
+    return type("Final", (base,), {"__init_subclass__": classmethod(refuse)})
+
+
+class Slots(type):
+    """Instances of a class derived from one of these are larger, so none becomes one of them."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> type:
+        derived = any(isinstance(base, Slots) for base in bases)
+        return super().__new__(cls, name, bases, members | ({"__slots__": ("more",)} if derived else {}))
+
+
+def slotted(base: type[nn.Module]) -> type[nn.Module]:
+    return Slots("Slotted", (base,), {})
+
+
+@pytest.mark.parametrize("owner", ["attention", "feed_forward"])
+@pytest.mark.parametrize(("make", "told"), [(final, "no class of it"), (slotted, "layout differs")])
+def test_weights_stay_where_their_owner_cannot_multiply_them_together(
+    make: Callable[[type[nn.Module]], type[nn.Module]], told: str, owner: str
+) -> None:
+    model, twin, words = llama(), llama(), {"steps": Steps(merge_projections=True)}
+    module = model.layers["1"].get_submodule(owner)  # the groups of the first block are found before it
+    module.__class__ = make(type(module))
+    former, undisturbed = (
+        attach(each, AdamW(), probe=lambda each=each: llama_loss(each, 0)) for each in (model, twin)
+    )
+    before = surface(model), [param.data_ptr() for param in model.parameters()]
+    with pytest.raises(TypeError, match=told):
+        attach(model, AdamW(), probe=lambda: llama_loss(model, 0), **words)
+    assert (surface(model), [param.data_ptr() for param in model.parameters()]) == before
+    train(model, former, 0, 1)
+    train(twin, undisturbed, 0, 1)
+    assert same(weights(model), weights(twin))
+
+
+def test_a_module_that_takes_no_attributes_is_fused() -> None:
+    class Strict(nn.LayerNorm):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in ("training", "normalized_shape", "eps", "elementwise_affine", "weight", "bias"):
+                raise AttributeError(f"Strict has no {name}")
+            super().__setattr__(name, value)
+
+    model = chain(Strict(8))
+    optimizer = attached(model)
+    assert type(model[2]) is not Strict and all(line.plan.fused for line in optimizer.plan)
+    train(model, optimizer, 0, 1, loss=loss_of)
+    optimizer.detach()
+    assert type(model[2]) is Strict
+
+
 def test_a_former_optimizer_lets_go_of_weights_that_the_next_one_leaves_in_grad() -> None:
     """Its hook would take their gradients, outside of any step that it knows of."""
 

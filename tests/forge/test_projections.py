@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.forge.toy import fuse as fuse_apart
@@ -266,6 +266,23 @@ def test_linears_that_hooks_wait_for_stay_apart() -> None:
     optimizer = fuse(model, options_of("Dobb"))
     assert "forge.merge_projections = true has no effect: no linears" in optimizer.report()
     assert "multiplied as one" in fuse(llama(), options_of("Muon")).report()
+
+
+def test_groups_that_cannot_lie_side_by_side_are_left_alone() -> None:
+    class Adapter(nn.Module):  # without a weight of its own
+        def __init__(self, linear: nn.Module) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    model = llama()
+    for block in model.layers.values():
+        block.attention.wq = Adapter(block.attention.wq)
+    optimizer = fuse(model, options_of())
+    assert "2 groups of linears of one input (w1+w3) are" in optimizer.report()
+    train(model, optimizer, 0, 1)
 
 
 def test_a_project_of_its_own_is_left_alone() -> None:

@@ -22,14 +22,14 @@ from titanforge.forge.joint import JointSink
 from titanforge.forge.modules import (
     FusedRead,
     Projection,
+    check_classes,
     fuse_module,
     fuse_projections,
-    fused_class,
     restore_module,
 )
 from titanforge.forge.ops import register_sink
 from titanforge.forge.plan import Kind, ParamPlan, keeps_logits
-from titanforge.forge.projections import Group, lay_side_by_side
+from titanforge.forge.projections import Group, groups_of_linears, lay_side_by_side
 from titanforge.forge.ranks import Ranks
 from titanforge.forge.report import PlanLine, merged_projections, plan_report, unkept_logits
 from titanforge.forge.sinks import Clock, Hyper, Sink
@@ -95,16 +95,17 @@ class ForgeOptimizer(RuleOptimizer):
         self._read: list[FusedRead] = []
         self._projections: list[Projection] = []
         self._updates = WeightUpdates(self._clock, self.capture, update_in_backward)
-        _check_classes(covered, plans)  # while all weights lie where they did
         apart = set(captured or ())  # Dobb's hooks wait for each linear
-        self._fuse(covered, lay_side_by_side(model, covered, plans, apart) if merge_projections else [])
+        merged = groups_of_linears(model, covered, plans, apart) if merge_projections else []
+        check_classes(_fused_modules(covered, plans), merged)  # while all weights lie where they did
+        self._fuse(covered, list(zip(merged, lay_side_by_side(merged, covered))))
 
     # ---------------------------------------------------------------- building
 
     def _entries_with_family(self) -> list[tuple[Entry, Family]]:
         return [(entry, family) for family in self._families for entry in family.entries]
 
-    def _fuse(self, covered: Mapping[str, Covered], projections: Sequence[Group]) -> None:
+    def _fuse(self, covered: Mapping[str, Covered], projections: Sequence[tuple[Group, Tensor]]) -> None:
         fused: dict[int, tuple[nn.Module, dict[str, Kind], dict[str, Tensor]]] = {}
         keeping: set[int] = set()
         for family, hyper in zip(self._families, self._hyper):
@@ -147,13 +148,13 @@ class ForgeOptimizer(RuleOptimizer):
         for entry, _ in self._entries_with_family():  # last: a former optimizer loses its weights for good
             self._hook(self._sinks.get(entry.name), covered[entry.name])
 
-    def _fuse_projections(self, groups: Sequence[Group]) -> None:
+    def _fuse_projections(self, projections: Sequence[tuple[Group, Tensor]]) -> None:
         entries = {entry.name: entry for entry, _ in self._entries_with_family()}
-        for group in groups:
+        for group, weight in projections:
             sinks, members = zip(*((self._sinks[name], entries[name]) for name in group.names))
-            joint = JointSink(sinks, members, group.weight)
+            joint = JointSink(sinks, members, weight)
             handle = register_sink(joint)
-            fuse_projections(group, handle)
+            fuse_projections(group, weight, handle)
             self._projections.append(Projection(group, joint, handle))
 
     def _hook(self, sink: Sink | None, owner: Covered) -> None:
@@ -413,15 +414,16 @@ class ForgeOptimizer(RuleOptimizer):
         return super().metrics() | {"nonfinite_tiles": self.nonfinite_tiles}
 
 
-def _check_classes(covered: Mapping[str, Covered], plans: Mapping[str, ParamPlan]) -> None:
-    """Raises where a module cannot be fused for the sake of its class."""
+def _fused_modules(
+    covered: Mapping[str, Covered], plans: Mapping[str, ParamPlan]
+) -> list[tuple[nn.Module, dict[str, Kind]]]:
+    """Modules that get fused forwards, with the kinds of their fused parameters by attribute."""
     fused: dict[int, tuple[nn.Module, dict[str, Kind]]] = {}
     for name, owner in covered.items():
         if plans[name].fused and not plans[name].by_hook:
             for module, kind in owner.readers():
                 fused.setdefault(id(module), (module, {}))[1][owner.attribute] = kind
-    for module, kinds in fused.values():
-        fused_class(type(module), kinds)
+    return list(fused.values())
 
 
 def _gathers(rule: UpdateRule, entry: Entry) -> bool:

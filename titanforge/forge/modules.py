@@ -5,7 +5,7 @@ state dicts stay what they are, and blocks of one kind share compiled code.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,27 +30,51 @@ def fuse_module(
 
     kinds, handles: of its fused parameters, by attribute. keep_logits: of a head.
     """
-    fused = fused_class(type(module), kinds)
+    fused = _fused_class(type(module), *_key(kinds))
     # What the module computes in: a mixed-precision class reads its weights as their cast.
     dtypes = {attribute: getattr(module, attribute).dtype for attribute in handles}
-    module.__class__ = fused  # first: a class that cannot be replaced says so here
+    _become(module, fused)
+    held = vars(module)  # and not by setattr: a module may have one of its own, that refuses
     for attribute, handle in handles.items():
-        setattr(module, f"_forge_{attribute}", handle)
-        setattr(module, f"_forge_{attribute}_data", module._parameters[attribute].detach())  # pyright: ignore
-        setattr(module, f"_forge_{attribute}_dtype", dtypes[attribute])
+        weight = module._parameters[attribute]
+        assert weight is not None
+        held[f"_forge_{attribute}"] = handle
+        held[f"_forge_{attribute}_data"] = weight.detach()
+        held[f"_forge_{attribute}_dtype"] = dtypes[attribute]
     if kinds.get("weight") in ("head", "tied"):
-        module._forge_keep_logits = keep_logits  # pyright: ignore[reportArgumentType]
+        held["_forge_keep_logits"] = keep_logits
 
 
-def fuse_projections(group: Group, handle: Tensor) -> None:
-    """Let a group of fused linears be multiplied as one. handle: of all their sinks."""
-    module: nn.Module = group.module
-    name = _group_name(group.attributes)
-    setattr(module, name, handle)
-    setattr(module, f"{name}_data", group.weight)
-    setattr(module, f"{name}_dtype", getattr(module, group.attributes[0]).weight.dtype)
-    if not hasattr(type(module), "_forge_projecting"):
-        module.__class__ = _projecting_class(type(module))  # pyright: ignore[reportAttributeAccessIssue]
+def fuse_projections(group: Group, weight: Tensor, handle: Tensor) -> None:
+    """Let a group of fused linears be multiplied as one. weight: as laid side by side. handle: of all their
+    sinks.
+    """
+    name, held = _group_name(group.attributes), vars(group.module)
+    dtype = getattr(group.module, group.attributes[0]).weight.dtype
+    if not hasattr(type(group.module), "_forge_projecting"):
+        _become(group.module, _projecting_class(type(group.module)))
+    held |= {name: handle, f"{name}_data": weight, f"{name}_dtype": dtype}
+
+
+def check_classes(fused: Sequence[tuple[nn.Module, Mapping[str, Kind]]], groups: Sequence[Group]) -> None:
+    """Try what `fuse_module` and `fuse_projections` will do to the modules' classes, and undo it.
+
+    fused: modules, with the kinds of their fused parameters by attribute.
+    Raises what a class does that allows no other to be derived from it, or an instance none in its place.
+    """
+    made = {id(module): (module, _fused_class(type(module), *_key(kinds))) for module, kinds in fused}
+    for group in groups:
+        module, base = made.get(id(group.module), (group.module, type(group.module)))
+        if not hasattr(base, "_forge_projecting"):
+            made[id(module)] = module, _projecting_class(base)
+    for module, kind in made.values():
+        before = type(module)
+        _become(module, kind)
+        _become(module, before)
+
+
+def _become(module: nn.Module, kind: type[nn.Module]) -> None:
+    object.__setattr__(module, "__class__", kind)
 
 
 @dataclass(frozen=True)
@@ -109,9 +133,9 @@ def is_fused(module: nn.Module) -> bool:
 def restore_module(module: nn.Module) -> None:
     """Undo `fuse_module` and `fuse_projections`."""
     while "_forge_made" in vars(type(module)):
-        module.__class__ = type(module).__bases__[0]
+        _become(module, type(module).__bases__[0])
     for name in [name for name in vars(module) if name.startswith("_forge_")]:
-        delattr(module, name)
+        del vars(module)[name]
 
 
 @contextmanager
@@ -128,18 +152,15 @@ def ordinary_forwards(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException:
         for module, fused, held in former:
-            module.__class__ = fused
+            _become(module, fused)
             vars(module).update(held)
         raise
 
 
-def fused_class(base: type[nn.Module], kinds: Mapping[str, Kind]) -> type[nn.Module]:
-    """The class that `fuse_module` gives a module of this class. Raises what a class that allows no other to
-    be derived from it does.
-    """
+def _key(kinds: Mapping[str, Kind]) -> tuple[Kind | None, tuple[str, ...], tuple[str, ...]]:
     vectors = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "vector"))
     experts = tuple(sorted(attribute for attribute, kind in kinds.items() if kind == "experts"))
-    return _fused_class(base, kinds.get("weight"), vectors, experts)
+    return kinds.get("weight"), vectors, experts
 
 
 @functools.cache

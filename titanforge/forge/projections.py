@@ -21,29 +21,26 @@ from titanforge.forge.plan import ParamPlan
 
 @dataclass(frozen=True)
 class Group:
-    """module: the linears' parent. attributes: theirs in it. names: their weights'. weight: all of them,
-    [sum of N, K].
-    """
+    """module: the linears' parent. attributes: theirs in it. names: their weights'."""
 
     module: nn.Module
     attributes: tuple[str, ...]
     names: tuple[str, ...]
-    weight: Tensor
 
 
-def lay_side_by_side(
+def groups_of_linears(
     model: nn.Module,
     covered: Mapping[str, Covered],
     plans: Mapping[str, ParamPlan],
     apart: Collection[str] = (),
 ) -> list[Group]:
-    """Move the weights of every group that can be multiplied as one, and return these groups.
+    """Every group that can be multiplied as one. Changes nothing; the model may be on meta.
 
     A module with such groups lists the attributes of their linears in `projections` and reads them through
     `project(x, names)`. apart: names of weights whose linears are called one by one.
 
     A group is left alone if one of its linears is not fused as a plain product on one device, has a bias or a
-    hook, or if its weights differ in dtype or device.
+    hook, or if its weights differ in dtype, device or columns.
     """
     fused = {
         id(owner.module): name
@@ -53,15 +50,23 @@ def lay_side_by_side(
         and not plans[name].by_hook
         and name not in apart
     }
-    groups = [
-        Group(module, attributes, names, _lay([covered[name].param for name in names]))
+    return [
+        Group(module, attributes, tuple(fused[id(one)] for one in linears))
         for module, attributes, linears in _candidates(model)
-        if _can_merge(linears)
-        and len(names := tuple(fused[id(one)] for one in linears if id(one) in fused)) == len(linears)
+        if all(id(one) in fused for one in linears) and _can_merge(linears)
     ]
-    if any(group.weight.is_cuda for group in groups):
+
+
+@torch.no_grad()
+def lay_side_by_side(groups: Sequence[Group], covered: Mapping[str, Covered]) -> list[Tensor]:
+    """Move the weights of each group: all of them, [sum of N, K].
+
+    Where memory runs out, those of former groups have moved; values and parameters are as they were.
+    """
+    together = [_lay([covered[name].param for name in group.names]) for group in groups]
+    if any(weight.is_cuda for weight in together):
         torch.cuda.empty_cache()  # the places that the weights have left are too small for the next group
-    return groups
+    return together
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], list[nn.Module]]]:
@@ -80,8 +85,8 @@ def _projects_as_declared(kind: Any) -> bool:
 def _can_merge(linears: Sequence[nn.Module]) -> bool:
     if any(getattr(one, "bias", None) is not None or hooked(one) for one in linears):
         return False
-    weights = [one.weight for one in linears]
-    return len({(weight.dtype, weight.device) for weight in weights}) == 1  # pyright: ignore[reportAttributeAccessIssue]
+    weights: list[Any] = [one.weight for one in linears]
+    return len({(weight.dtype, weight.device, weight.shape[1]) for weight in weights}) == 1
 
 
 def hooked(module: nn.Module) -> bool:
@@ -94,7 +99,6 @@ def hooked(module: nn.Module) -> bool:
     )
 
 
-@torch.no_grad()
 def _lay(weights: Sequence[nn.Parameter]) -> Tensor:
     together = torch.cat([weight.detach() for weight in weights])
     for weight, rows in zip(weights, together.split([weight.shape[0] for weight in weights])):

@@ -224,6 +224,18 @@ def test_mixed_precision_is_near_float32(kind):
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_a_tie_stays_one_parameter_that_reads_as_its_cast():
+    """As the trainer builds a model: computing in another dtype first, then memory."""
+    with torch.device("meta"):
+        model, _ = build_model("gpt2", "debugmodel", seq_len=16, overrides={"vocab_size": 50})
+    apply_mixed_precision(model, torch.bfloat16)
+    model.to_empty(device="cpu")
+    initialize_weights(model, seed=0)
+    assert model.output._parameters["weight"] is model.tok_embeddings._parameters["weight"]
+    assert model.output.weight.dtype == torch.bfloat16
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 @each_kind
 def test_text_is_sampled(kind):
     text = generate(tiny(kind), torch.tensor([[3, 1, 4]]), 16, temperature=0)

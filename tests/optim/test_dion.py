@@ -20,7 +20,7 @@ from titanforge.optim.local_update import LocalWeight
 from titanforge.optim.low_rank_in_place import low_rank_update
 from titanforge.optim.matrix_options import DionOptions, DobbOptions, MatrixOptions, MuonOptions
 from titanforge.optim.newton_schulz import newton_schulz
-from titanforge.optim.orthonormal import orthonormal
+from titanforge.optim.orthonormal import inverse_factor, orthonormal
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.registry import build_rule
 from titanforge.optim.states import tensor_id
@@ -78,6 +78,19 @@ def test_orthonormal_is_that_of_qr() -> None:
             exact = exact * torch.sign(r.diagonal(dim1=-2, dim2=-1))[:, None]
             if tolerance is not None:
                 torch.testing.assert_close(q.double(), exact, rtol=0, atol=tolerance)
+
+
+def test_a_factor_inverted_by_halves_is_that_of_the_library() -> None:
+    x = torch.randn(3, 90, 70, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gram, identity = x.mT @ x, torch.eye(70, dtype=torch.float64)
+    whole, bad = inverse_factor(gram, identity)
+    halves, none = inverse_factor(gram, identity, leaf=9)
+    assert bad.tolist() == none.tolist() == [0, 0, 0]
+    torch.testing.assert_close(halves, whole, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(halves @ gram @ halves.mT, identity.expand(3, 70, 70), rtol=0, atol=1e-12)
+    gram[1, 60, 60] = -1.0  # in the last leaf
+    _, bad = inverse_factor(gram, identity, leaf=9)
+    assert [int(one) != 0 for one in bad] == [False, True, False]
 
 
 def test_orthonormal_of_dependent_columns_spans_them() -> None:

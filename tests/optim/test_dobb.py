@@ -16,7 +16,7 @@ from titanforge.layout import check_model
 from titanforge.optim import build_optimizer
 from titanforge.optim.dobb.capture import DobbCapture
 from titanforge.optim.dobb.reference import DobbReference
-from titanforge.optim.dobb.refresh import eigenbases, refresh_bases
+from titanforge.optim.dobb.refresh import eigenbases, orthonormal_stack, refresh_bases
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.matrix_options import DobbOptions
 from titanforge.parallelisms import ParallelDims, apply_activation_checkpoint, apply_compile
@@ -362,6 +362,46 @@ def test_failed_factorisations_keep_the_basis_and_are_counted() -> None:
         torch.testing.assert_close(new.mT @ new, torch.eye(6).expand(4, 6, 6), rtol=0, atol=1e-5)
     cold, failed = eigenbases(c, basis, DobbOptions())
     assert int(failed) == 1 and torch.equal(cold[1], basis[1])
+
+
+@pytest.mark.parametrize("qr", ["cholesky", "householder"])
+def test_iterations_keep_the_order_of_the_first_basis(qr: str) -> None:
+    """Largest eigenvalue first: from the opposite order they would pass through mixtures."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.linalg.qr(torch.randn(2, 32, 32, generator=generator)).Q
+    c = (vectors * torch.logspace(0, -1.5, 32)) @ vectors.mT
+
+    def unaligned(basis: Tensor) -> float:
+        rotated = basis.mT @ c @ basis
+        beside = rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))
+        return float((beside.square().sum() / rotated.square().sum()).sqrt())
+
+    first, _ = eigenbases(c, torch.eye(32).expand(2, 32, 32), DobbOptions())
+    assert (first.mT @ c @ first).diagonal(dim1=1, dim2=2).diff(dim=-1).max() < 0
+    off = {}
+    for order, basis in (("kept", first), ("opposite", first.flip(-1))):
+        basis = basis.to(torch.bfloat16)
+        for _ in range(4):
+            basis, failed = refresh_bases(c, basis, DobbOptions(qr=qr))
+            assert int(failed) == 0
+        off[order] = unaligned(basis.float())
+    assert off["kept"] < 0.01 and off["opposite"] > 5 * off["kept"], off
+
+
+@pytest.mark.parametrize("decades", [3, 8])
+def test_the_householder_form_for_gpus_has_its_columns_but_for_signs(decades: int) -> None:
+    """Of (C + eps I) U as it is met: eigenvalues far apart, U near the eigenvectors, in bf16 storage."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.linalg.qr(torch.randn(5, 48, 48, generator=generator, dtype=torch.float64)).Q
+    c = (vectors * torch.logspace(0, -decades, 48, dtype=torch.float64)) @ vectors.mT
+    u = vectors.to(torch.bfloat16).float()
+    y = c.float() @ u + 1e-6 * u
+    exact = torch.linalg.qr(y.double()).Q
+    found = orthonormal_stack(y, most=2 * 8 * 48 * 48).double()
+    torch.testing.assert_close(found.mT @ found, torch.eye(48).double().expand(5, 48, 48), rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        found * torch.sign((found * exact).sum(-2, keepdim=True)), exact, rtol=0, atol=1e-4
+    )
 
 
 def test_cholesky_converges_to_eigenvectors() -> None:

@@ -102,7 +102,8 @@ class Decoder(nn.Module):
 
     def _tie(self) -> None:
         if self.args.tie_embeddings and self.output is not None and self.tok_embeddings is not None:
-            self.output.weight = self.tok_embeddings.weight
+            # The parameter itself: under `apply_mixed_precision` the attribute reads as a cast copy of it.
+            self.output.register_parameter("weight", self.tok_embeddings._parameters["weight"])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Leaving the meta device makes a new Parameter per name: tie the two again.

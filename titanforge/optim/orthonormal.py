@@ -10,6 +10,8 @@ from torch import Tensor
 
 _NOISE, _SHIFT = 1e-8, 1e-12
 _DRAW_SEED = 0x5DEECE66D
+_LEAF = 128
+"""Widest triangle that is left to the library: its batched factorisation takes a matrix column by column."""
 
 
 def orthonormal(x: Tensor) -> Tensor:
@@ -33,11 +35,33 @@ def orthonormal(x: Tensor) -> Tensor:
     identity = torch.eye(rank, dtype=torch.float64, device=x.device)
     failed = torch.zeros((), dtype=torch.int32, device=x.device)
     for shift in (_SHIFT, 0.0):
-        lower, bad = torch.linalg.cholesky_ex(wide.mT @ wide + shift * identity)
         # A small triangle's inverse and one product: a solve with m right-hand sides is slow on a GPU.
-        wide = wide @ torch.linalg.solve_triangular(lower, identity, upper=False).mT
+        inverse, bad = inverse_factor(wide.mT @ wide + shift * identity, identity)
+        wide = wide @ inverse.mT
         failed = failed + bad
     return torch.where(failed[..., None, None] == 0, wide, torch.nan).to(x.dtype)
+
+
+def inverse_factor(gram: Tensor, identity: Tensor, leaf: int = _LEAF) -> tuple[Tensor, Tensor]:
+    """L^-1 of gram = L L^T, both [*, r, r], and int32 [*], not 0 where gram is not positive definite.
+
+    By halves: with L = [[A, 0], [B, C]] it is [[A^-1, 0], [-C^-1 B A^-1, C^-1]], so that nearly all of it is
+    products, which a GPU takes side by side; the library's factorisation and solve take the leaves.
+    identity: [r, r]. leaf: the widest.
+    """
+    rank = gram.shape[-1]
+    if rank <= leaf:
+        lower, bad = torch.linalg.cholesky_ex(gram)
+        return torch.linalg.solve_triangular(lower, identity[:rank, :rank], upper=False), bad
+    half = rank // 2
+    first, bad = inverse_factor(gram[..., :half, :half], identity, leaf)
+    below = gram[..., half:, :half] @ first.mT
+    second, worse = inverse_factor(gram[..., half:, half:] - below @ below.mT, identity, leaf)
+    inverse = torch.zeros_like(gram)
+    inverse[..., :half, :half] = first
+    inverse[..., half:, half:] = second
+    inverse[..., half:, :half] = -(second @ (below @ first))
+    return inverse, bad + worse
 
 
 # Without a bound: a graph goes on reading what its capture was handed.

@@ -22,7 +22,8 @@ def eigenvectors(
     """Algorithm 2; iterations: k, 0 for an exact eigendecomposition at every refresh."""
     identity = torch.eye(len(c), dtype=c.dtype)
     if u is None or iterations == 0:
-        return torch.linalg.eigh(c + shift * identity).eigenvectors
+        # Largest first, the order that iterations keep; the paper leaves it open.
+        return torch.linalg.eigh(c + shift * identity).eigenvectors.flip(-1)
     basis: Tensor = u
     for _ in range(iterations):
         if qr == "householder":

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from titanforge.kernels.cholesky_qr import cholesky_qr_refresh
 from titanforge.optim.matrix_options import DobbOptions
+from titanforge.optim.orthonormal import orthonormal
+
+_STACK_BYTES = 512 * 2**20
 
 
 def refresh_bases(statistic: Tensor, basis: Tensor, options: DobbOptions) -> tuple[Tensor, Tensor]:
@@ -29,17 +32,33 @@ def refresh_bases(statistic: Tensor, basis: Tensor, options: DobbOptions) -> tup
 
 
 def eigenbases(statistic: Tensor, basis: Tensor, options: DobbOptions) -> tuple[Tensor, Tensor]:
-    """The eigenvectors of C + eps I: the first basis of a block. Arguments and results of `refresh_bases`."""
+    """The eigenvectors of C + eps I: the first basis of a block. Arguments and results of `refresh_bases`.
+
+    The largest eigenvalue's first: the order that orthogonal iterations keep. From the opposite one, which
+    they turn round over many refreshes, bases in between are mixtures of eigenvectors.
+    """
     c = statistic.float()
     # A library that meets NaN may raise or not return: such blocks decompose the identity instead.
     good = torch.isfinite(c).all(dim=(-2, -1), keepdim=True)
     identity = torch.eye(c.shape[-1], device=c.device)
     vectors = torch.linalg.eigh(torch.where(good, c, identity) + options.shift * identity).eigenvectors
-    return torch.where(good, vectors.to(basis.dtype), basis), (~good).sum()
+    return torch.where(good, vectors.flip(-1).to(basis.dtype), basis), (~good).sum()
 
 
 def _householder(c: Tensor, basis: Tensor, shift: float) -> tuple[Tensor, Tensor]:
     u = basis.float()
-    q = torch.linalg.qr(c @ u + shift * u).Q
+    y = c @ u + shift * u
+    q = torch.linalg.qr(y).Q if y.device.type == "cpu" else orthonormal_stack(y)
     good = torch.isfinite(q).all(dim=(-2, -1), keepdim=True)
     return torch.where(good, q.to(basis.dtype), basis), ~good[:, 0, 0]
+
+
+def orthonormal_stack(y: Tensor, most: int = _STACK_BYTES) -> Tensor:
+    """Q of the QR factorisation of each fp32 [N, w, w], as Householder's, but for the signs of columns.
+
+    The signs are of no effect on an update. Libraries drive Householder QR from the host, block by block, and
+    it waits for the device; Cholesky QR in float64 is batched, and its Gram matrix holds what fp32 columns
+    differ by. most: bytes of a float64 stack, of which a few are there at a time.
+    """
+    size = max(1, most // (8 * y[0].numel()))
+    return torch.cat([orthonormal(part) for part in y.split(size)])

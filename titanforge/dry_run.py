@@ -16,7 +16,7 @@ from titanforge.data import build_tokenizer
 from titanforge.forge import Granule, Ranks, plan_report, preview
 from titanforge.forge.head import CHUNK_LOGITS as FUSED_CHUNK_LOGITS
 from titanforge.forge.plan import keeps_logits
-from titanforge.forge.report import PlanLine, unkept_logits
+from titanforge.forge.report import PlanLine
 from titanforge.forge.weight_updates import block_of
 from titanforge.layout import (
     DTYPES,
@@ -82,7 +82,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         lines += [f"  {line}" for line in exchanges]
     gradient_bytes, in_backward, logits_kept = DTYPES[training.dtype].itemsize, set[str](), 0
     if config.forge.enable:
-        plan = preview(
+        previewed = preview(
             model,
             config.optimizer,
             training.dtype,
@@ -90,13 +90,13 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
             steps=forge_steps(config, micro_batches),
             ranks=Ranks(mesh_sizes(dims), reduce=config.sync.reduce),
         )
-        lines += plan_report(plan, model).splitlines()
+        plan = previewed.lines
+        lines += [*plan_report(plan, model).splitlines(), *previewed.switches]
         # Per weight of the model: none for those that are consumed where they are made, or as they arrive.
         gradient_bytes = held_for_gradients(plan, config, micro_batches) / total
         in_backward = {line.name for line in plan if line.plan.deferred and not line.plan.by_hook}
         if config.forge.keep_logits:
             logits_kept = kept_logits(plan)
-            lines += filter(None, [unkept_logits(plan)])
     estimates = [
         rank_memory(
             config,

@@ -86,6 +86,24 @@ def test_a_step_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert "but fused ones whose own gradient was finite" in error
 
 
+def test_a_dry_run_says_what_the_run_says_of_switches(tmp_path: Path, capfd: Any) -> None:
+    from train import main
+
+    corpus = write_corpus(tmp_path / "corpus.jsonl", documents=16)
+    switches = {"forge__merge_projections": True, "forge__keep_logits": True}
+    for name, told in (("adamw", "multiplied as one"), ("dobb", "merge_projections = true has no effect")):
+        words = run(tmp_path / name, corpus, 1, **FORGE, **switches, optimizer__name=name)
+        assert main([*words, "--job.dry_run"]) == 0
+        planned = capfd.readouterr().out.splitlines()
+        assert main(words) == 0
+        began = [line.removeprefix("  ") for line in capfd.readouterr().out.splitlines()]
+        first = next(index for index, line in enumerate(planned) if told in line)
+        lines = planned[first : first + 2]
+        assert "forge.keep_logits = true has no effect: the head joins" in lines[1]
+        at = began.index(lines[0])
+        assert began[at : at + 2] == lines
+
+
 def test_the_plan_is_printed(tmp_path: Path, capfd: Any) -> None:
     from train import main
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -13,8 +14,9 @@ from titanforge.forge.engine import ForgeOptimizer
 from titanforge.forge.modules import ordinary_forwards
 from titanforge.forge.plan import ParamPlan, Placement, Schedule, plan
 from titanforge.forge.probe import probe_readers
+from titanforge.forge.projections import groups_of_linears
 from titanforge.forge.ranks import Ranks
-from titanforge.forge.report import PlanLine
+from titanforge.forge.report import PlanLine, switches_report
 from titanforge.forge.values import shown
 from titanforge.optim.build import OptimizerOptions, build_groups, build_recipe
 from titanforge.optim.dobb.hooks import find_readers, install_hooks
@@ -124,6 +126,14 @@ def build_forge_optimizer(
     return attach(model, groups, recipe, probe=probe, steps=steps, seed=seed, ranks=ranks)
 
 
+@dataclass(frozen=True)
+class Preview:
+    """lines: the plan of each weight. switches: as of `switches_report`."""
+
+    lines: list[PlanLine]
+    switches: list[str]
+
+
 def preview(
     model: nn.Module,
     options: OptimizerOptions,
@@ -132,17 +142,23 @@ def preview(
     probe: Callable[[], Any],
     steps: Steps,
     ranks: Ranks | None = None,
-) -> list[PlanLine]:
-    """The plan alone, for a whole model on any device, also on meta."""
+) -> Preview:
+    """What `build_forge_optimizer` would do, for a whole model on any device, also on meta."""
     ranks = ranks or Ranks()
     check_axes(ranks)
     groups, recipe = build_groups(model, options), build_recipe(options, training_dtype)
+    apart = find_readers(model, groups)
     covered = cover(model, None if ranks.several else probe_readers(model, probe))
     plans = _plan_weights(groups, recipe, covered, steps, plan, ranks)
-    return [
+    lines = [
         PlanLine(name, tuple(one.param.shape), one.param.dtype, plans[name], one.placement.kind)
         for name, one in covered.items()
     ]
+    merged = groups_of_linears(model, covered, plans, apart) if steps.merge_projections else []
+    switches = switches_report(
+        lines, merged, keep_logits=steps.keep_logits, merge_projections=steps.merge_projections
+    )
+    return Preview(lines, switches)
 
 
 def _plan_weights(

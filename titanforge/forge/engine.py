@@ -31,7 +31,7 @@ from titanforge.forge.ops import register_sink
 from titanforge.forge.plan import Kind, ParamPlan, keeps_logits
 from titanforge.forge.projections import Group, groups_of_linears, lay_side_by_side
 from titanforge.forge.ranks import Ranks
-from titanforge.forge.report import PlanLine, merged_projections, plan_report, unkept_logits
+from titanforge.forge.report import PlanLine, plan_report, switches_report
 from titanforge.forge.sinks import Clock, Hyper, Sink
 from titanforge.forge.tied import TiedSink
 from titanforge.forge.weight_updates import WeightUpdates
@@ -211,11 +211,14 @@ class ForgeOptimizer(RuleOptimizer):
 
     def report(self) -> str:
         """The plan, grouped, and what the rules send, for printing at start-up."""
-        unkept = unkept_logits(self.plan) if self._keep_logits else ""
-        groups = [projection.group for projection in self._projections]
-        merged = merged_projections(groups) if self._merge_projections else ""
-        plan = plan_report(self.plan, self._model)
-        return "\n".join(filter(None, (plan, merged, unkept, super().report())))
+        switches = switches_report(
+            self.plan,
+            [projection.group for projection in self._projections],
+            keep_logits=self._keep_logits,
+            merge_projections=self._merge_projections,
+        )
+        parts = (plan_report(self.plan, self._model), *switches, super().report())
+        return "\n".join(filter(None, parts))
 
     # ---------------------------------------------------------------- a step
 

@@ -57,6 +57,18 @@ def merged_projections(groups: Sequence[Group]) -> str:
     return f"  {len(groups)} groups of linears of one input ({', '.join(kinds)}) are multiplied as one"
 
 
+def switches_report(
+    lines: Sequence[PlanLine], groups: Sequence[Group], *, keep_logits: bool, merge_projections: bool
+) -> list[str]:
+    """What the `[forge]` switches that are on do to this plan, or that they do nothing; dry runs say so too.
+
+    groups: of `groups_of_linears`; none where `merge_projections` is off.
+    """
+    told = [merged_projections(groups)] if merge_projections else []
+    told += [unkept_logits(lines)] if keep_logits else []
+    return [line for line in told if line]
+
+
 def plan_report(lines: Sequence[PlanLine], model: nn.Module) -> str:
     """A few lines of text: the fused share, then one line per granule and reason, the largest first."""
     total = sum(line.numel for line in lines)

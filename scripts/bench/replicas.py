@@ -3,19 +3,24 @@
 For questions of quality (which policy trains as well), where many replicas of a small model are to share
 one device and nobody times the network. A policy sees a group with a rank and a size, and a ledger that
 reduces in the order of the ranks: every replica gets the same bits, and bytes count as over a network.
+Replicas take turns from one collective to the next: threads that ran at the same time would wait for each
+other's interpreter lock, up to 5 ms at each hand-over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from titanforge.sync import CommLedger
+
+T = TypeVar("T")
 
 
 class ThreadGroup:
@@ -24,7 +29,8 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self._size, self._own = size, threading.local()
         self._slots: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size)
+        self._barrier, self._turn = threading.Barrier(size), threading.Lock()
+        self._told: Any = None
 
     def size(self) -> int:
         return self._size
@@ -32,24 +38,44 @@ class ThreadGroup:
     def rank(self) -> int:
         return self._own.rank
 
-    def enter(self, rank: int) -> None:
-        """The calling thread is this replica from now on."""
+    @contextlib.contextmanager
+    def replica(self, rank: int) -> Iterator[None]:
+        """Within, the calling thread is this replica, and runs while no other does."""
         self._own.rank = rank
+        with self._turn:
+            yield
 
     def abort(self) -> None:
         """Let no replica wait for one that failed."""
         self._barrier.abort()
 
+    def _meet(self) -> None:
+        """Wait for all replicas; others run meanwhile."""
+        self._turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._turn.acquire()
+
+    def tell(self, found: Callable[[], T]) -> T:
+        """What `found` returns to replica 0, for all of them."""
+        if self.rank() == 0:
+            self._told = found()
+        self._meet()
+        told = self._told
+        self._meet()
+        return told
+
     @torch.no_grad()
     def exchange(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> None:
         """Overwrite every replica's tensor with what `combine` makes of all, by rank."""
         self._slots[self.rank()] = tensor
-        self._barrier.wait()
+        self._meet()
         if self.rank() == 0:
             total = combine(self._slots)
             for slot in self._slots:
                 slot.copy_(total)
-        self._barrier.wait()
+        self._meet()
 
 
 class _Pending:
@@ -108,9 +134,9 @@ def run_replicas(count: int, train: Callable[[ThreadGroup], Any]) -> list[Any]:
     group, results, failures = ThreadGroup(count), [None] * count, []
 
     def work(rank: int) -> None:
-        group.enter(rank)
         try:
-            results[rank] = train(group)
+            with group.replica(rank):
+                results[rank] = train(group)
         except BaseException as error:
             failures.append(error)
             group.abort()

@@ -15,7 +15,7 @@ OF_A_CELL = ("lr", "momentum", "rank_fraction", "error_feedback")
 """Options that a cell may have of its own."""
 _NOT_SETTINGS = (
     "output", "fit", "tune", "tune_steps", "cell_seconds", "seconds", "thresholds", "intervals", "cell",
-    "match", "seed", "seeds", "beside", "compile",
+    "match", "seed", "seeds", "beside", "compile", "graph", "together", "pace", "look",
 )  # fmt: skip
 
 

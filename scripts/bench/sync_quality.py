@@ -65,6 +65,10 @@ SIZES: dict[str, dict[str, Any]] = {
         "model": {"name": "gpt2", "flavor": "debugmodel_modern", "dim": 512, "n_layers": 12, "n_heads": 4},
         "batch": 32, "seq_len": 512, "lr": 5e-3,
     },
+    "gpt-5m": {  # the same architecture, for thousands of steps of many cells
+        "model": {"name": "gpt2", "flavor": "debugmodel_modern", "dim": 256, "n_layers": 6, "n_heads": 2},
+        "batch": 64, "seq_len": 256, "lr": 1e-2,
+    },
     "gpt-14m": {  # the same architecture, for several cells on one GPU
         "model": {"name": "gpt2", "flavor": "debugmodel_modern", "dim": 384, "n_layers": 8, "n_heads": 3},
         "batch": 32, "seq_len": 512, "lr": 5e-3,
@@ -189,7 +193,17 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--fit", type=float, help="as many steps as every_step takes in so many seconds")
     found.add_argument("--cell-seconds", type=float, default=1e9, help="a cell is stopped after them")
     found.add_argument("--beside", type=int, help="cells at the same time, with --mode threads on one device")
+    found.add_argument(
+        "--together", action="store_true",
+        help="all cells at the same time, in step with each other, each in one of --beside processes "
+        "(default then: as many as cells): as many steps, at most --steps, as end in --seconds",
+    )  # fmt: skip
+    found.add_argument(
+        "--look", type=int, default=0, metavar="STEPS",
+        help="validate the mean of the replicas' weights every so many steps, multiples of 10; threads alone",
+    )  # fmt: skip
     found.add_argument("--compile", action="store_true", help="blocks by torch.compile; threads alone")
+    found.add_argument("--graph", action="store_true", help="steps as CUDA graphs; threads on a GPU alone")
     found.add_argument("--corpus", type=Path, help="JSON Lines for threads; default: the standard library")
     found.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after them")
     return found
@@ -200,14 +214,24 @@ def main(argv: list[str]) -> int:
     gpus = torch.cuda.device_count()
     options.device = "cuda" if gpus else "cpu"
     options.replicas = options.replicas or (gpus if gpus > 1 else 4)
+    options.pace = None
+    if options.together and options.mode != "processes":
+        options.beside = options.beside or max(len(cells(options)), len(options.tune))
     if options.beside and options.mode != "processes":
         options.mode = "threads"
     if options.mode == "auto":
         options.mode = "processes" if gpus > 1 and options.replicas <= gpus else "threads"
     if options.mode == "threads" and options.device == "cpu":
         torch.set_num_threads(1)
-    if options.mode == "processes" and (options.beside or options.compile or options.corpus):
-        raise SystemExit("--beside, --compile and --corpus are for --mode threads")
+    of_threads = ("beside", "compile", "corpus", "graph", "look", "together")
+    if options.mode == "processes" and (given := [key for key in of_threads if getattr(options, key)]):
+        raise SystemExit(f"--mode threads alone has {', '.join('--' + key for key in given)}")
+    if options.graph and options.device == "cpu":
+        raise SystemExit("--graph: there is no CUDA device here")
+    if options.look % 10:
+        raise SystemExit(f"--look {options.look}: must be a multiple of 10")
+    if options.together and (options.match or options.beside < len(cells(options))):
+        raise SystemExit("--together takes no --match, and a process for each cell (--beside)")
     if options.beside and options.fit:
         raise SystemExit("--beside plans steps by --seconds; --fit is for cells one after the other")
     options.output = options.output.absolute()

@@ -42,6 +42,7 @@ def summary(result: dict[str, Any], base: dict[str, Any] | None) -> dict[str, An
         "gib": total / GIB,
         "greatest_drift": max((drift for *_, drift in result["syncs"]), default=0.0),
         "seconds": result["seconds"],
+        "looks": result.get("looks", []),
     }
     if base is not None and base["finished"]:
         row["loss_above_every_step"] = result["validation_loss"] / base["validation_loss"] - 1
@@ -92,7 +93,33 @@ def markdown(rows: list[dict[str, Any]], settings: dict[str, Any], missing: Mapp
         )
     told = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
     lacking = "; ".join(f"{cell}: {why}" for cell, why in missing.items())
-    return f"{told}\n\n{head}{body}" + (f"\nWithout a result: {lacking}.\n" if lacking else "")
+    lacking = f"\nWithout a result: {lacking}.\n" if lacking else ""
+    return f"{told}\n\n{head}{body}{lacking}{on_the_way(rows)}"
+
+
+def on_the_way(rows: list[dict[str, Any]]) -> str:
+    """How far above every_step the mean of a cell's replicas was at each look; nothing without looks."""
+    base = {
+        (row["seed"], step): loss
+        for row in rows
+        if row["cell"] == "every_step"
+        for step, loss in row["looks"]
+    }
+    steps = sorted({step for _, step in base})
+    if not steps:
+        return ""
+    text = "\nValidation loss of the mean weights on the way, of other cells above that of every_step:\n\n"
+    text += f"| cell | seed | {' | '.join(map(str, steps))} |\n| --- | --- |{' --- |' * len(steps)}\n"
+    for row in rows:
+        looks, told = dict(map(tuple, row["looks"])), []
+        for step in steps:
+            loss, every = looks.get(step), base.get((row["seed"], step))
+            if loss is None or every is None:
+                told.append("")
+            else:
+                told.append(f"{loss:.4f}" if row["cell"] == "every_step" else f"{loss / every - 1:+.1%}")
+        text += f"| {row['cell']} | {row['seed']} | {' | '.join(told)} |\n"
+    return text
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:

@@ -8,12 +8,15 @@ import gc
 import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from scripts.bench.replicas import ThreadGroup, ThreadLedger, run_replicas
+from scripts.bench.sync_captured import CapturedGradients, CapturedUpdates, NewGraph, cuda_graph
+from scripts.bench.sync_pace import Pace
 from titanforge.config.sections import DionOptions, Optimizer, ScalarOptimizer, Sync
 from titanforge.data.sources.jsonl import open_jsonl
 from titanforge.data.sources.text import open_python_stdlib
@@ -44,11 +47,14 @@ def text(device: torch.device, corpus: Path | None) -> tuple[torch.Tensor, torch
     return whole[:split].to(device), whole[split:].to(device)
 
 
-def crops(data: torch.Tensor, rows: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [rows, length] tokens and labels, from places drawn on the CPU: the same on any device."""
+def crops(
+    data: torch.Tensor, rows: int, length: int, seed: int, mine: slice = slice(None)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [rows, length] tokens and labels, from places drawn on the CPU: the same on any device. mine: of
+    the rows, those that are wanted."""
     starts = torch.randint(len(data) - length - 1, (rows,), generator=torch.Generator().manual_seed(seed))
-    places = starts[:, None] + torch.arange(length + 1)
-    found = data[places.to(data.device)].long()
+    own = starts[mine].to(data.device, non_blocking=True)
+    found = data[own[:, None] + torch.arange(length + 1, device=data.device)].long()
     return found[:, :-1].contiguous(), found[:, 1:].contiguous()
 
 
@@ -66,15 +72,52 @@ def new_model(size: dict[str, Any], options: Any) -> torch.nn.Module:
     return model
 
 
-def get_ready(size: dict[str, Any], options: Any) -> None:
-    """Read the text and compile, once for all cells of this process, and before several threads would."""
+@torch.no_grad()
+def validation_loss(model: torch.nn.Module, held_out: torch.Tensor, length: int, batch: int) -> float:
+    """Nats per token. batch: sequences at a time."""
+    pairs = [
+        crops(held_out, VALIDATION_BATCH, length, 7 + index)
+        for index in range(VALIDATION_SEQUENCES // VALIDATION_BATCH)
+    ]
+    x, y = (torch.cat(parts) for parts in zip(*pairs))
+    total = torch.zeros((), device=held_out.device)
+    for tokens, labels in zip(x.split(batch), y.split(batch)):
+        total += model(tokens, None, None, labels) / (VALIDATION_SEQUENCES * length)
+    return float(total)
+
+
+@torch.no_grad()
+def take_mean(model: torch.nn.Module, replicas: Sequence[torch.nn.Module]) -> None:
+    """Overwrite a model's weights with the mean of the replicas'; they keep theirs."""
+    for own, *theirs in zip(model.parameters(), *(replica.parameters() for replica in replicas)):
+        own.copy_(torch.stack([weight.float() for weight in theirs]).mean(0))
+
+
+def get_ready(size: dict[str, Any], options: Any) -> str:
+    """Read the text and compile, once for all cells of this process. With `options.graph`, returns why steps
+    are not to be captured: what failed, or that they train otherwise than steps as they are."""
     torch.set_num_threads(1)
-    alone = argparse.Namespace(**vars(options) | {"replicas": 1, "steps": 2, "cell_seconds": 1e9})
-    train_threads(size, {"policy": "every_step"}, alone)
+    keys = {"replicas": 2, "cell_seconds": 1e9, "pace": None, "look": 0, "graph": False, "lr_warmup": 4}
+    alone = argparse.Namespace(**vars(options) | keys | {"steps": 12 if options.graph else 2})
+    local = {"policy": "scheduled", "interval": 10, "warmup_steps": 1}
+    for sync in (local, {"policy": "every_step"}) if options.graph else ({"policy": "every_step"},):
+        plain = train_threads(size, sync, alone)["losses"]
+        if not options.graph:
+            continue
+        try:
+            captured = train_threads(size, sync, argparse.Namespace(**vars(alone) | {"graph": True}))
+        except RuntimeError as error:
+            return f"a step could not be captured: {error}"
+        far = max(abs(ours / theirs - 1) for ours, theirs in zip(captured["losses"], plain))
+        if not far < 1e-2:
+            return f"losses of captured steps {captured['losses']}, of others {plain}"
+    return ""
 
 
-def train_threads(size: dict[str, Any], sync: dict[str, Any], options: Any) -> dict[str, Any]:
-    """One cell with replicas as threads."""
+def train_threads(
+    size: dict[str, Any], sync: dict[str, Any], options: Any, new_graph: NewGraph | None = None
+) -> dict[str, Any]:
+    """One cell with replicas as threads. new_graph: in place of CUDA's, with `options.graph`."""
     gc.collect()  # what an earlier cell left in cycles holds memory of the device
     replicas, device = options.replicas, torch.device(options.device)
     train, held_out = text(device, options.corpus)
@@ -87,53 +130,89 @@ def train_threads(size: dict[str, Any], sync: dict[str, Any], options: Any) -> d
         dion=DionOptions(options.rank_fraction, options.error_feedback),
         scalar=ScalarOptimizer(lr=options.scalar_lr or options.lr or size["lr"]),
     )
+    # One shape for compiled blocks: a second would be compiled for too.
+    rows = batch if options.compile else VALIDATION_BATCH
+    pace, cell = (Pace(*options.pace[:2]), options.pace[2]) if options.pace else (None, 0)
+    models: list[Any] = [None] * replicas
+    looks: list[tuple[int, float]] = []
+    mean_model = new_model(size, options) if options.look else None
+
+    def look(step: int) -> None:
+        assert mean_model is not None
+        take_mean(mean_model, models)
+        looks.append((step, validation_loss(mean_model, held_out, length, rows)))
+
+    def plan(step: int) -> int:
+        """The number of steps as far as it is known; 0: to stop."""
+        if pace is not None:
+            pace.wait(cell, step, end)
+        return 0 if time.monotonic() > end else (pace.settled if pace is not None else 0) or options.steps
 
     def replica(group: ThreadGroup) -> dict[str, Any]:
         rank = group.rank()
-        model = new_model(size, options)
-        optimizer = build_optimizer(model, settings, "float32")
+        model = models[rank] = new_model(size, options)
+        optimizer: Any = build_optimizer(model, settings, "float32")
         ledger, policy = ThreadLedger(), build_sync_policy(Sync(**sync))
+        divisor = 1
+
+        def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return model(x, None, None, y) / divisor
+
+        gradients: Any = None
+        if options.graph:
+            graph = new_graph or functools.partial(cuda_graph, device)
+            gradients = CapturedGradients(forward, list(model.parameters()), graph)
+            optimizer = CapturedUpdates(optimizer, graph, lambda: gradients.captured)
         replication = Replication(group) if replicas > 1 else None  # type: ignore[arg-type]
         policy.attach(model, replication, ledger, optimizer)
+        divisor = policy.gradient_divisor(tokens)
         losses, events, times = [], [], [time.monotonic()]
         started = time.time() - time.monotonic()
-        stop = torch.zeros((), device=device)
-        for step in range(options.steps):
-            stop.fill_(time.monotonic() > end)
-            if step % 20 == 0:
-                group.exchange(stop, lambda slots: slots[0].clone())
-                if bool(stop):
+        one = torch.ones((), device=device)
+        total, step = options.steps, 0
+        while step < total:
+            if step % 10 == 0:
+                planned = group.tell(functools.partial(plan, step))
+                if not planned:
                     break
-            x, y = crops(train, batch * replicas, length, 1_000_003 * options.seed + step)
-            optimizer.set_lr(lr_factor(step, options.lr_warmup, options.steps, options.decay, "linear", 0.0))
+                total = planned
+                if options.look and step and step % options.look == 0:
+                    group.tell(functools.partial(look, step))
+            mine = slice(rank, None, replicas)
+            x, y = crops(train, batch * replicas, length, 1_000_003 * options.seed + step, mine)
+            optimizer.set_lr(lr_factor(step, options.lr_warmup, total, options.decay, "linear", 0.0))
             optimizer.zero_grad()
             optimizer.begin_step(1)
             policy.begin_step(1, tokens)
-            policy.before_backward(0)
-            loss = model(x[rank::replicas], None, None, y[rank::replicas])
-            (loss / policy.gradient_divisor(tokens)).backward()
+            # Not armed by `before_backward`: a backward that is replayed calls no hooks, so that gradients
+            # are summed when all are there.
+            if gradients is not None:
+                loss = gradients(x, y)
+            else:
+                loss = forward(x, y)
+                loss.backward()
             policy.reduce_gradients()
-            policy.step(optimizer, torch.ones((), device=device), torch.ones((), device=device))
-            losses.append(loss.detach() / tokens[0])
+            policy.step(optimizer, one, one)
+            losses.append(loss.detach() * (divisor / tokens[0]))
             times.append(time.monotonic())
             events += [(step, event["sync"], event["sync/drift"]) for event in policy.take_events()]
+            step += 1
         if device.type == "cuda":
             torch.cuda.synchronize()
         ended = time.time()
+        if pace is not None:
+            pace.leave(cell)
         policy.synchronize("evaluation")
-        validation = torch.zeros((), device=device)
-        with torch.no_grad():
-            # All replicas have the same weights now; one evaluates.
-            for index in range(VALIDATION_SEQUENCES // VALIDATION_BATCH if rank == 0 else 0):
-                x, y = crops(held_out, VALIDATION_BATCH, length, 7 + index)
-                validation += model(x, None, None, y) / (VALIDATION_SEQUENCES * length)
+        # All replicas have the same weights now; one evaluates.
+        validation = validation_loss(model, held_out, length, rows) if rank == 0 else 0.0
         return {
             "losses": torch.stack(losses).tolist() if losses else [],
             "step_seconds": late([after - before for before, after in itertools.pairwise(times)]),
             "span": (started + times[min(1, len(losses))], ended),
             "syncs": [(step, reason, float(drift)) for step, reason, drift in events],
-            "finished": len(losses) == options.steps,
-            "validation_loss": float(validation),
+            "finished": len(losses) == total,
+            "looks": looks,
+            "validation_loss": validation,
             "bytes": {purpose: entry.bytes for (_, purpose), entry in ledger.entries().items()},
         }
 

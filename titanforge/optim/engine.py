@@ -281,6 +281,15 @@ class RuleOptimizer:
             be averaged then, and `finish_step`, which follows, takes the step.
         """
         self.prepare_step()
+        self.apply_accumulation(apply_flag, grad_scale, whole)
+
+    @torch.no_grad()
+    def apply_accumulation(
+        self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None, whole: bool = True
+    ) -> None:
+        """Device side of `accumulate_step`: launches only. `prepare_step` comes before each, replayed or not;
+        so is `finish_step` launches only, without `mean` and without a rate of the local step's own.
+        """
         flag = None if apply_flag is None else apply_flag.to(self._device)
         self._table.select(flag, None if grad_scale is None else grad_scale.to(self._device))
         self._rng[1] = self._table.count

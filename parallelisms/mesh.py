@@ -40,6 +40,13 @@ _KEYS = {
     "ep": "parallelism.expert_parallel_degree",
 }
 EXPERT_AXES = ("dp_shard_mod_ep", "ep")
+# Of names under which traffic is recorded, those that are no axes of the mesh, or mean more.
+_RECORDED = {
+    "world": AXES,
+    "dp_shard": FLATTENED["dp_shard_cp"],
+    "dp_shard x tp": FLATTENED["replica"],
+    "dp_shard_mod_ep": FLATTENED["replica"],
+}
 
 
 @dataclass
@@ -100,6 +107,13 @@ class ParallelDims:
         """Degrees by key, those of 1 left out unless they all are."""
         above_one = [axis for axis in axes if getattr(self, axis) > 1] or axes[:1]
         return " x ".join(f"{_KEYS[axis]} = {getattr(self, axis)}" for axis in above_one)
+
+    def degrees_of(self, recorded: str) -> str:
+        """The keys, with their values, that gave an axis of the traffic's record its ranks; empty for a name
+        that is unknown here.
+        """
+        axes = _RECORDED.get(recorded) or FLATTENED.get(recorded) or (recorded,)
+        return self._product(*axes) if all(axis in _KEYS for axis in axes) else ""
 
     @property
     def sharers(self) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titanforge.agreement import GlobalBatch
-from titanforge.sync.ledger import named_failure
 from titanforge.sync.policy import REPLICATE_AXIS
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class StepTotals:
 
         def end() -> tuple[Tensor, Tensor | None]:
             if work is not None:
-                with named_failure("the all-reduce of loss over dp_replicate"):
+                with self.ledger.named_failure("all-reduce", "loss", REPLICATE_AXIS):
                     work.wait()
             trainer.finite.heard(told[2 : -counts.numel()].long())
             tokens, *totals = (int(count) for count in told[-counts.numel() :].tolist())

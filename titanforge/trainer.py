@@ -113,7 +113,7 @@ class Trainer:
         self.loader = build_loader(
             config, self.tokenizer, global_batch, self.dp_rank, self.dp_world, self.seed, self.device
         )
-        self.ledger = CommLedger()
+        self.ledger = CommLedger(self.dims.degrees_of)
         self.totals = StepTotals(self)
         self.model, self.model_args = self._build_model()
         self.optimizer = self._build_optimizer()

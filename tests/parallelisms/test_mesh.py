@@ -43,6 +43,18 @@ def test_impossible_degrees_name_their_key(degrees, world_size, message):
         ParallelDims(**degrees, world_size=world_size)
 
 
+def test_degrees_that_gave_an_axis_its_ranks_are_named():
+    dims = ParallelDims(dp_replicate=2, dp_shard=2, cp=2, tp=2, world_size=16)
+    names = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
+    replicate, shard, context, tensor = (f"parallelism.{name}_degree = 2" for name in names)
+    assert dims.degrees_of("dp_replicate") == replicate
+    assert dims.degrees_of("tp") == tensor
+    assert dims.degrees_of("dp_shard") == f"{shard} x {context}"
+    assert dims.degrees_of("replica") == f"{shard} x {context} x {tensor}"
+    assert dims.degrees_of("world") == f"{replicate} x {shard} x {context} x {tensor}"
+    assert dims.degrees_of("nobody") == ""
+
+
 def test_unknown_axis_lists_the_valid_ones():
     with pytest.raises(ValueError, match=r"'dp_shrad'.*dp_shard"):
         ParallelDims(world_size=2).get_mesh("dp_shrad")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed_harness import process_context
-from titanforge.parallelisms import init_distributed, peers
+from titanforge.parallelisms import ParallelDims, init_distributed, peers
 from titanforge.parallelisms.peers import Progress, blame, is_lost_connection
 from titanforge.sync import CollectiveFailed, CommLedger
 
@@ -47,7 +47,7 @@ def rank_main(rank: int, folder: str, scenario: str) -> None:
         save_traces_file_prefix="rank_",
     )
     runtime = init_distributed(comm, "cpu", folder)
-    ledger, step = CommLedger(), 0
+    ledger, step = CommLedger(ParallelDims(dp_shard=2, cp=2, world_size=RANKS).degrees_of), 0
     runtime.record = ledger.record
     runtime.where = lambda: (
         Progress(step, ledger.issued),
@@ -59,7 +59,7 @@ def rank_main(rank: int, folder: str, scenario: str) -> None:
             runtime.agree(sums=[rank])
             if step == 3:
                 misbehave(rank, scenario)
-            ledger.all_reduce(torch.ones(8), group, axis="dp_replicate", purpose="gradients")
+            ledger.all_reduce(torch.ones(8), group, axis="dp_shard", purpose="second moments")
             if step == 1:
                 runtime.shorten_timeout()
     except Exception as error:
@@ -103,7 +103,7 @@ def test_a_rank_that_raises_is_named_by_all(tmp_path: Path) -> None:
         assert "ValueError: the shard is unreadable" in log
         if rank != 1:
             # Whether it was told by the failed collective, or stopped while it still waited in it.
-            assert "the all-reduce of gradients over dp_replicate" in log
+            assert "the all-reduce of second moments over dp_shard" in log
             assert "rank 1 failed: ValueError: the shard is unreadable" in log
 
 
@@ -113,7 +113,9 @@ def test_ranks_that_hang_and_that_are_gone_are_named_and_nobody_stays(tmp_path: 
     verdicts = set()
     for rank in (0, 3):
         log = results[rank][1]
-        assert "the all-reduce of gradients over dp_replicate" in log
+        assert "the all-reduce of second moments over dp_shard failed" in log
+        degrees = "parallelism.data_parallel_shard_degree = 2 x parallelism.context_parallel_degree = 2"
+        assert f"a rank along dp_shard ({degrees}) is gone or slower" in log and "replicate" not in log
         verdicts |= set(re.findall(r"rank 2 gave no sign of life.*test_peers\.py:[0-9]+", log))
     assert len(verdicts) == 1, "the first verdict is everybody's"
     (verdict,) = verdicts
@@ -157,7 +159,7 @@ def test_stages_of_a_pipeline_issue_different_numbers_of_collectives() -> None:
     ("error", "lost"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
-        (CollectiveFailed("the broadcast", RuntimeError("Timed out waiting 3000ms for recv")), False),
+        (CollectiveFailed("the broadcast", "tp", RuntimeError("Timed out waiting 3000ms for recv")), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (torch.OutOfMemoryError("CUDA out of memory; NCCL"), False),
         (dist.DistBackendError("NCCL error"), True),

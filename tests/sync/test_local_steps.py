@@ -436,5 +436,4 @@ def one_gone(rank: int, world_size: int) -> str:
 def test_a_lost_replica_is_told_within_the_timeout():
     message, _ = run_distributed(one_gone, 2, timeout=90)
     assert "the all-reduce of decision over world failed" in message
-    assert "gone or slower than comm.train_timeout_seconds" in message
-    assert "parallelism.data_parallel_replicate_degree" in message
+    assert "a rank along world is gone or slower than comm.train_timeout_seconds" in message

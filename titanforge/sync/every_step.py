@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.utils.hooks import RemovableHandle
 
 from titanforge.sync.averaging import local_part
-from titanforge.sync.ledger import CommLedger, named_failure
+from titanforge.sync.ledger import CommLedger
 from titanforge.sync.policy import REPLICATE_AXIS, Replication, SyncPolicy
 
 _PURPOSE = "gradients"
@@ -174,7 +174,7 @@ class EveryStep(SyncPolicy):
         """Wait for a bucket's sums and hand them over."""
         if bucket.buffer is not None:
             if bucket.work is not None:
-                with named_failure("the all-reduce of gradients over dp_replicate"):
+                with self._ledger.named_failure("all-reduce", _PURPOSE, REPLICATE_AXIS):
                     bucket.work.wait()
             self._write_back(bucket, bucket.buffer)
             bucket.buffer = bucket.work = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +30,16 @@ class LedgerEntry:
 class CollectiveFailed(RuntimeError):
     """A collective did not complete.
 
-    what: which one. cause: what the backend said.
+    what: which one. axis: over which. cause: what the backend said. degrees: the configuration keys, with
+    their values, that gave the axis its ranks; empty if nobody knows.
     """
 
-    def __init__(self, what: str, cause: Exception) -> None:
+    def __init__(self, what: str, axis: str, cause: Exception, degrees: str = "") -> None:
+        along = f"{axis} ({degrees})" if degrees else axis
         super().__init__(
-            f"{what} failed ({' '.join(str(cause).split())[:200]}): a rank is gone or slower than "
-            "comm.train_timeout_seconds. Resume from the last checkpoint, on fewer ranks if need be "
-            "(parallelism.data_parallel_replicate_degree)."
+            f"{what} over {axis} failed ({' '.join(str(cause).split())[:200]}): a rank along {along} is gone "
+            "or slower than comm.train_timeout_seconds. Resume from the last checkpoint, on fewer ranks if "
+            "need be."
         )
 
 
@@ -52,9 +54,12 @@ class CommLedger:
     load or a save sends.
 
     The methods that issue a collective skip it, and record nothing, for a group of one rank.
+
+    degrees: what `CollectiveFailed` says of an axis.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, degrees: Callable[[str], str] = lambda axis: "") -> None:
+        self._degrees = degrees
         self._entries: dict[tuple[str, str], LedgerEntry] = {}
         self.latest = "nothing sent yet"
         """The collective that was issued last, in words: where this rank is if it hangs."""
@@ -100,9 +105,20 @@ class CommLedger:
         }
 
     @contextlib.contextmanager
-    def _timed(self, tensor: Tensor, axis: str, purpose: str) -> Iterator[None]:
+    def named_failure(self, operation: str, purpose: str, axis: str) -> Iterator[None]:
+        """Raise what a backend raises inside as the failure of this collective."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            what = f"the {operation} of {purpose}"
+            raise CollectiveFailed(what, axis, error, self._degrees(axis)) from error
+
+    @contextlib.contextmanager
+    def _timed(self, tensor: Tensor, operation: str, axis: str, purpose: str) -> Iterator[None]:
         begin = time.perf_counter()
-        with named_failure(self.latest):
+        with self.named_failure(operation, purpose, axis):
             yield
         if tensor.device.type == "cpu":
             self._entries[axis, purpose].seconds += time.perf_counter() - begin
@@ -137,7 +153,7 @@ class CommLedger:
             return None
         if async_op:
             return dist.all_reduce(tensor, op=op, group=group, async_op=True)
-        with self._timed(tensor, axis, purpose):
+        with self._timed(tensor, "all-reduce", axis, purpose):
             return dist.all_reduce(tensor, op=op, group=group)
 
     def broadcast(
@@ -145,7 +161,7 @@ class CommLedger:
     ) -> None:
         """Overwrite with the tensor of the group's rank `group_src`."""
         if self._note(tensor, group, "broadcast", axis, purpose):
-            with self._timed(tensor, axis, purpose):
+            with self._timed(tensor, "broadcast", axis, purpose):
                 dist.broadcast(tensor, group=group, group_src=group_src)
 
     def reduce_scatter(
@@ -166,7 +182,7 @@ class CommLedger:
             return None
         if async_op:
             return _reduce_scatter(output, tensor, group=group, async_op=True)
-        with self._timed(tensor, axis, purpose):
+        with self._timed(tensor, "reduce-scatter", axis, purpose):
             return _reduce_scatter(output, tensor, group=group)
 
     def _note(
@@ -177,14 +193,3 @@ class CommLedger:
         self.record(axis, purpose, tensor.numel() * tensor.element_size())
         self.latest = f"the {operation} of {purpose} over {axis}"
         return True
-
-
-@contextlib.contextmanager
-def named_failure(what: str) -> Iterator[None]:
-    """Raise what a backend raises inside as the failure of this collective."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise CollectiveFailed(what, error) from error

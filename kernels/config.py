@@ -23,6 +23,7 @@ from titanforge.kernels.forms import (
     form_for,
     selected_form,
     unavailable,
+    untried,
 )
 
 
@@ -157,8 +158,11 @@ def choose_config(
     tuned = _tuned()
     if tuned and device.type == "cuda":
         key = shape_key(device_name(device), n, k, tokens, dtype, codecs)
-        if key in tuned and asked in (AUTO, tuned[key].form):
-            return tuned[key]
+        found = tuned.get(key)
+        # An entry outlives the Triton that it was measured with.
+        runs = found is not None and (found.form == PORTABLE or not untried())
+        if found is not None and (asked == found.form or (asked == AUTO and runs)):
+            return found
     form = form or form_for(tokens, device)
     if form == PINGPONG:
         # Codes of int8 rounded at random take longer than moving the bytes: there both warpgroups may update
@@ -176,7 +180,9 @@ def choose_config(
 
 
 def candidate_configs(dtype: torch.dtype, device: torch.device) -> list[TileConfig]:
-    """What the autotuner tries: forms that the device cannot run are left out."""
+    """What the autotuner tries: forms that the device cannot run are left out, and those that have not run
+    with this Triton unless `forge.kernel` names one: a kernel that waits for ever would hold up the others.
+    """
     if dtype == torch.float32:
         return [_FP32, TileConfig(64, 64, 32, warps=4, stages=2), TileConfig(32, 64, 32, warps=4, stages=3)]
     shapes = (
@@ -193,7 +199,7 @@ def candidate_configs(dtype: torch.dtype, device: torch.device) -> list[TileConf
         for group in (1, 8)
         for stages in (3, 4)
     ] + [_SMALL]
-    if unavailable(device):
+    if unavailable(device) or (untried() and selected_form() in (AUTO, PORTABLE)):
         return portable
     groups = (1, 4, 8)
     pingpong = [

@@ -62,10 +62,32 @@ def unavailable(device: torch.device) -> str:
 
 def untried() -> str:
     """Why `auto` passes the Gluon forms by although they could run; empty where it does not."""
+    known = _not_run()
+    return f"{known}: to take it all the same, name it in forge.kernel" if known else ""
+
+
+def _not_run() -> str:
+    if not HAS_TRITON:
+        return ""
     version = ".".join(triton.__version__.split(".")[:2])
     if version in AUTO_TRITON:
         return ""
-    return f"it was not tried with Triton {version}: to take it all the same, name it in forge.kernel"
+    known = "it compiles but has not run on a GPU" if version in COMPILED_TRITON else "it was not tried"
+    return f"{known} with Triton {version}"
+
+
+def explain(form: str, error: Exception) -> None:
+    """Raise a RuntimeError that names `forge.kernel` in the place of an error of a launch, where the form has
+    not run with this Triton; else do nothing. Compiling comes first: the launch has updated nothing.
+    """
+    if known := _not_run():
+        while error.__cause__ is not None:  # those around it only say from where it was called
+            error = error.__cause__  # type: ignore[assignment]
+        said = (str(error).strip().splitlines() or [""])[-1]
+        raise RuntimeError(
+            f"forge.kernel = {form!r} cannot run here: {known}, and there it fails "
+            f"({type(error).__name__}: {said}); set it to auto or portable"
+        ) from error
 
 
 def say_once(text: str) -> None:
@@ -94,6 +116,8 @@ and a name in `forge.kernel` choose from all."""
 AUTO_TRITON = ("3.6",)
 """Releases of Triton that those forms were measured with. Gluon is Triton's experimental language: with
 another one a kernel may wait for ever, which a user must have asked for."""
+COMPILED_TRITON = ("3.7", "3.8", "3.9")
+"""Releases for which every form was compiled for such a card, and not run on one."""
 FEW_TOKENS = 2048
 """Up to this many tokens `auto` takes the ping-pong form. H200, bf16 states: at 1024 the faster one by a
 fifth, at 2048 within 1.3 % of the other; from there to 4096 not measured."""

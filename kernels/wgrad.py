@@ -18,7 +18,7 @@ from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, runs_tri
 from titanforge.kernels.codecs import CODECS, Encoded
 from titanforge.kernels.config import TileConfig, choose_config
 from titanforge.kernels.epilogues import Epilogue, get_epilogue
-from titanforge.kernels.forms import AUTO, COOPERATIVE, PINGPONG, PORTABLE, say_once, selected_form
+from titanforge.kernels.forms import AUTO, COOPERATIVE, PINGPONG, PORTABLE, explain, say_once, selected_form
 from titanforge.kernels.gluon.launch import launch as gluon_launch
 from titanforge.kernels.gluon.launch import refusal
 from titanforge.kernels.step import Target, check_hyper, kernel_parts, make_target, reference_update
@@ -362,10 +362,14 @@ def update_target(
                 raise ValueError(
                     f"the form {config.form} does not take this launch ({reason}): leave config out"
                 )
-            gluon_launch(
-                dy, x, target, rule, hyper, tiles, offsets=offsets, rng=rng, norm=norm_partials,
-                nonfinite=nonfinite,
-            )  # fmt: skip
+            try:
+                gluon_launch(
+                    dy, x, target, rule, hyper, tiles, offsets=offsets, rng=rng, norm=norm_partials,
+                    nonfinite=nonfinite,
+                )  # fmt: skip
+            except Exception as error:  # Triton's own types, which differ between its releases
+                explain(tiles.form, error)
+                raise
             return
         _launch(
             operands, tiles, kernel_parts(target), epilogue=rule,

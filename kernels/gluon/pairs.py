@@ -10,7 +10,7 @@ again.
 # pyright: reportArgumentType=false, reportRedeclaration=false, reportIndexIssue=false
 from __future__ import annotations
 
-from titanforge.kernels.gluon._gluon import gl, jit
+from titanforge.kernels.gluon._gluon import gl, jit, reinterpret
 from titanforge.kernels.gluon.slices import decode, encode
 from titanforge.kernels.tiles import (
     BLOCKWISE,
@@ -32,7 +32,7 @@ from titanforge.kernels.tiles import (
 def pair_view(buf):
     """Codes of a byte in shared memory, [64, 64], as [64, 32] pairs of neighbours."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    return buf._reinterpret(gl.int16, [64, 32], SHARED)
+    return reinterpret(buf, gl.int16, [64, 32], SHARED)
 
 
 @jit

@@ -24,6 +24,7 @@ from titanforge.kernels.gluon._gluon import (
     jit,
     mbarrier,
     partition_barrier,
+    reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -44,7 +45,7 @@ def clear_rows(buf, first, BLOCK_T: gl.constexpr, COLUMNS: gl.constexpr):
     """Zero the rows of [BLOCK_T, COLUMNS] operands of 2 bytes from `first` on, two columns at a time."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    pairs = buf._reinterpret(gl.int32, [BLOCK_T, COLUMNS // 2], SHARED)
+    pairs = reinterpret(buf, gl.int32, [BLOCK_T, COLUMNS // 2], SHARED)
     row = gl.arange(0, BLOCK_T, gl.SliceLayout(1, LAYOUT))[:, None]
     pairs.store(gl.where(row < first, pairs.load(LAYOUT), 0))
 

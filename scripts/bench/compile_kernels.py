@@ -1,7 +1,7 @@
 """Compile every epilogue with every storage form for Hopper (sm_90), on a machine without a GPU.
 
 Reports registers, spills and shared memory of each kernel as ptxas states them, and exits 1 if one does not
-compile.
+compile, or hands shared memory over before all warps are done with it (`hand_overs.py`).
 
     python scripts/bench/compile_kernels.py [--quick] [--out FOLDER]
 """
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import triton
 from gluon_sources import gluon_jobs, source_class
+from hand_overs import early_arrivals
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -347,7 +348,11 @@ def main() -> int:
             failures += 1
             print(f"{name:48s} FAILED {type(error).__name__}: {str(error)[-400:]}", flush=True)
             continue
-        wgmma = len(re.findall("wgmma.mma_async", report.pop("ptx")))
+        ptx = report.pop("ptx")
+        if early := early_arrivals(ptx):
+            failures += 1
+            print(f"{name:48s} HANDS OVER EARLY {'; '.join(early)}", flush=True)
+        wgmma = len(re.findall("wgmma.mma_async", ptx))
         reports.append({"kernel": name, **report, "wgmma": wgmma})
         print(
             f"{name:48s} registers {report['registers']:4d}  spills {report['spill_store_bytes']:5d} B  "

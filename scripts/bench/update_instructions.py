@@ -5,8 +5,7 @@
 Counts the innermost loop that holds the update (pp2: 32 weights a thread and slice, coop: 64 a thread and
 chunk), and for the portable form what follows its last product. They are counted as they stand: of a branch
 all sides, so that pp2's four-way choice of a slice counts three moves too many a weight, and fp8 what
-rewrites an unapplied tile. Names are those of `compile_kernels.py`. Figures depend on the release of Triton,
-and the Gluon forms are for 3.6.
+rewrites an unapplied tile. Names are those of `compile_kernels.py`.
 """
 
 from __future__ import annotations
@@ -74,16 +73,17 @@ def disassemble(ptx: str) -> tuple[list[str], list[tuple[int, int]]]:
 
 
 def update_of(form: str, found: list[str], loops: list[tuple[int, int]]) -> tuple[int, int]:
-    """Where the update stands: the first innermost loop of some size that takes roots or reciprocals."""
+    """Where the update stands: the first innermost loop of some size that takes roots and reciprocals, and not
+    only the few with which another loop divides to find its next tile.
+    """
     if form not in WEIGHTS:
         last_product = max(index for index, text in enumerate(found) if "GMMA" in text or "DEPBAR" in text)
         return last_product, len(found)
-    large = [
-        loop for loop in loops
-        if loop[1] - loop[0] > 250 and any("MUFU" in text for text in found[loop[0] : loop[1]])
-    ]  # fmt: skip
+    taken = {loop: sum("MUFU" in text for text in found[loop[0] : loop[1]]) for loop in loops}
+    large = [loop for loop in loops if loop[1] - loop[0] > 250 and taken[loop]]
     inner = [a for a in large if not any(b != a and b[0] >= a[0] and b[1] <= a[1] for b in large)]
-    first, last = inner[0]
+    most = max(taken[loop] for loop in inner)
+    first, last = next(loop for loop in inner if 2 * taken[loop] >= most)
     return first, last + 1
 
 

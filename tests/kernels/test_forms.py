@@ -19,7 +19,7 @@ from titanforge.kernels.config import _COOPERATIVE, _PINGPONG, TileConfig, choos
 from titanforge.kernels.epilogues import get_epilogue
 from titanforge.kernels.forms import AUTO, COOPERATIVE, FORMS, PINGPONG, PORTABLE, select_form
 from titanforge.kernels.gluon import launch
-from titanforge.kernels.gluon._gluon import HAS_GLUON
+from titanforge.kernels.gluon._gluon import HAS_GLUON, missing
 from titanforge.kernels.step import Target, make_target
 from titanforge.kernels.wgrad import config_for
 
@@ -102,6 +102,67 @@ def test_auto_leaves_the_hopper_forms_alone_with_a_triton_that_they_were_not_tri
             assert forms.form_for(512, CUDA) == form
     (said,) = [record.message for record in caplog.records]
     assert "not tried with Triton 3.6: to take it all the same, name it in forge.kernel" in said
+    caplog.clear()
+    monkeypatch.setattr(forms, "triton", SimpleNamespace(__version__="3.9.0"))
+    for _ in range(2):
+        assert forms.form_for(512, CUDA) == PORTABLE
+    (said,) = [record.message for record in caplog.records]
+    assert "compiles but has not run on a GPU with Triton 3.9: to take it all the same" in said
+
+
+def on_a_card_with(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    """As if on a Hopper card with a release of Triton, where only the choice is made."""
+    for module in (forms, tiles):
+        monkeypatch.setattr(module, "unavailable", lambda device: "")
+    monkeypatch.setattr(forms, "triton", SimpleNamespace(__version__=release))
+    monkeypatch.setattr(forms, "HAS_TRITON", True)
+    monkeypatch.setattr(tiles, "INTERPRET", False)
+    monkeypatch.setattr(tiles, "device_name", lambda device: "card")
+
+
+@pytest.mark.parametrize(("release", "ran"), [("3.6.0", True), ("3.9.0", False), ("3.10.0", False)])
+def test_what_was_tuned_with_another_triton_is_taken_where_it_ran(
+    monkeypatch: pytest.MonkeyPatch, release: str, ran: bool
+) -> None:
+    on_a_card_with(monkeypatch, release)
+    codecs = "bf16-bf16-bf16"
+    key = tiles.shape_key("card", 4096, 4096, 512, torch.bfloat16, codecs)
+    found = tiles.replace(_PINGPONG, group=4)
+    monkeypatch.setattr(tiles, "_tuned", lambda: {key: found})
+
+    def chosen() -> TileConfig:
+        return choose_config(4096, 4096, 512, torch.bfloat16, codecs, CUDA)
+
+    def tried() -> set[str]:
+        return {config.form for config in tiles.candidate_configs(torch.bfloat16, CUDA)}
+
+    assert (chosen() == found) == ran
+    assert (chosen().form == PORTABLE) != ran
+    assert tried() == (set(FORMS) if ran else {PORTABLE})
+    select_form(PINGPONG, CUDA)
+    assert chosen() == found
+    assert tried() == set(FORMS)
+
+
+def test_a_form_that_fails_with_a_triton_that_it_has_not_run_with_names_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = RuntimeError("at line 3: ")
+    error.__cause__ = AttributeError("shared_memory_descriptor has no attribute 'reinterpret'")
+    on_a_card_with(monkeypatch, "3.6.0")
+    forms.explain(PINGPONG, error)
+    for release, known in (("3.9", "it compiles but has not run on a GPU"), ("3.10", "it was not tried")):
+        on_a_card_with(monkeypatch, f"{release}.0")
+        said = f"forge.kernel = 'pp2' cannot run here: {known} with Triton {release}, and there it fails"
+        with pytest.raises(
+            RuntimeError, match=rf"{said} \(AttributeError: .*'reinterpret'\); set it to auto"
+        ):
+            forms.explain(PINGPONG, error)
+
+
+def test_a_gluon_that_lacks_a_name_is_refused_with_it() -> None:
+    assert missing({"a": 1, "b": 2}) == ""
+    assert "has no tma.async_load, barrier that" in missing({"tma.async_load": None, "m": 0, "barrier": None})
 
 
 def test_what_a_form_does_not_take(hopper: None) -> None:

@@ -73,8 +73,8 @@ def disassemble(ptx: str) -> tuple[list[str], list[tuple[int, int]]]:
 
 
 def update_of(form: str, found: list[str], loops: list[tuple[int, int]]) -> tuple[int, int]:
-    """Where the update stands: the first innermost loop of some size that takes roots and reciprocals, and not
-    only the few with which another loop divides to find its next tile.
+    """Where the update stands: the first innermost loop of some size that takes roots and reciprocals, more
+    than the few by which another loop divides to find its next tile.
     """
     if form not in WEIGHTS:
         last_product = max(index for index, text in enumerate(found) if "GMMA" in text or "DEPBAR" in text)

@@ -457,6 +457,10 @@ def test_dump_folder_is_no_file(tmp_path):
             "parallelism.fsdp_reshard_after_forward",
         ),
         (["--optimizer.scalar.lr=1"], "optimizer.scalar.lr"),
+        (
+            ["--optimizer.name=Muon", "--optimizer.scalar.name=Lion", "--optimizer.scalar.eps=1"],
+            "optimizer.scalar.eps",
+        ),
         (["--optimizer.momentum=0.8"], "optimizer.momentum"),
         (["--optimizer.name=SGD", "--optimizer.beta2=0.9"], "optimizer.beta2"),
         (["--optimizer.name=lion", "--optimizer.eps=1"], "optimizer.eps"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from titanforge.config.sections import Optimizer, ParamGroup
+from titanforge.config.sections import Optimizer, ParamGroup, ScalarOptimizer
 from titanforge.optim import build_optimizer
 from titanforge.optim.baseline import TorchOptimizer
 from titanforge.optim.build import build_groups
@@ -226,6 +226,21 @@ def test_load_names_what_does_not_fit() -> None:
     saved = build_optimizer(Model(), Optimizer(), "float32").state_dict()
     with pytest.raises(ValueError, match=r"written with optimizer rule \['adamw'\].*uses \['lion'\]"):
         build_optimizer(Model(), Optimizer(name="Lion"), "float32").load_state_dict(saved)
+    muon = build_optimizer(Model(), Optimizer(name="Muon"), "float32").state_dict()
+    for written, name, scalar, told in (
+        (muon, "Muon", "Lion", "set optimizer.scalar.name back"),
+        (muon, "Scion", "AdamW", "set optimizer.name back"),
+        (muon, "Scion", "Lion", "set optimizer.name and optimizer.scalar.name back"),
+        (muon, "AdamW", "AdamW", "set optimizer.name back"),
+        (saved, "Muon", "AdamW", "set optimizer.name back"),
+    ):
+        options = Optimizer(name=name, scalar=ScalarOptimizer(name=scalar))
+        with pytest.raises(ValueError, match=told):
+            build_optimizer(Model(), options, "float32").load_state_dict(written)
+    beside = build_optimizer(Model(), Optimizer(name="Muon"), "float32")
+    muon["state"]["norm.weight"] = {}
+    with pytest.raises(ValueError, match=r"'norm\.weight': adamw .* with another optimizer\.scalar\.name"):
+        beside.load_state_dict(muon)
     fresh = build_optimizer(Model(), Optimizer(), "float32")
 
     def broken(change: Any) -> dict:

@@ -133,7 +133,7 @@ MISTAKES = [  # what is set; what the line says
     ),
     (
         {"optimizer__name": "Muon", "optimizer__scalar__name": "LAMB"},
-        "reads whole layers, but 'tok_embeddings.weight' is sharded: set parallelism.data_parallel_shard",
+        "optimizer.scalar.name = 'lamb' reads whole layers, but 'tok_embeddings.weight' is sharded",
     ),
     (
         {"sync__policy": "rmmc", "optimizer__name": "SGD", "optimizer__momentum": 0, **REPLICAS},

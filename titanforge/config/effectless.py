@@ -150,6 +150,14 @@ DEPENDENCES = (
         )
         for key in ("momentum", "beta1", "beta2", "eps")
     ),
+    *(
+        Dependence(
+            (f"optimizer.scalar.{key}",),
+            lambda config, device, key=key: key in RULE_KEYS[rule_name(config.optimizer.scalar.name)],
+            f"this optimizer.scalar.name does not read {key}",
+        )
+        for key in ("beta1", "beta2", "eps")
+    ),
     Dependence(
         ("training.mixed_precision_param",),
         lambda config, device: config.training.dtype == "float32",

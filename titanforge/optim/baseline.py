@@ -48,13 +48,13 @@ class TorchOptimizer:
             )
         self.implementation = implementation
         self._fused = implementation == "fused"
-        self._rule_name = next(iter(rules))
+        self._rule_name, self._rule = next(iter(rules.items()))
         self._params = [
             (name, param) for group in self.groups for name, param in zip(group.names, group.params)
         ]
         self._device = self._params[0][1].device
         self._locals = [local_tensor(param.detach()) for _, param in self._params]
-        self._optimizer = self._build(rules[self._rule_name])
+        self._optimizer = self._build(self._rule)
         self._count = torch.zeros((), dtype=torch.int64, device=self._device)
         self._states = self._complete_states()
         self._lr_factor = 1.0
@@ -207,7 +207,7 @@ class TorchOptimizer:
                 "set optimizer.name back, or leave the states out with "
                 'checkpoint.exclude_from_loading = ["optimizer"]'
             )
-        load_states(self._states, state_dict["state"], {name: self._rule_name for name, _ in self._params})
+        load_states(self._states, state_dict["state"], {name: self._rule for name, _ in self._params})
         self._count.copy_(torch.as_tensor(state_dict["step"]))
         for local in self._locals:
             if "step" in self._optimizer.state[local]:

@@ -150,7 +150,7 @@ def build_groups(
                 "the other weights: take AdamW or Lion"
             )
         lr = options.lr if scalar.lr is None else scalar.lr
-        beside = RuleOptions(rule, _values(scalar, lr, options.momentum), "optimizer.scalar")
+        beside = RuleOptions(rule, _values(scalar, lr, options.momentum))
     named, roles = named_trainable_parameters(model)
     parts = matrix_parts(model, options.per_head)
     return build_param_groups(

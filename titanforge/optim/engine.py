@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -399,6 +399,11 @@ class RuleOptimizer:
             if entry.master is not None:
                 local_tensor(entry.master).copy_(local_tensor(entry.param))
 
+    def _keys_of(self, rules: Collection[str]) -> str:
+        """The configuration keys that named these rules; of none, those of all."""
+        named = {group.rule.key for group in self.groups if group.rule.name in rules or not rules}
+        return " and ".join(sorted(named))
+
     def _all_entries(self) -> list[Entry]:
         return [entry for family in self._families for entry in family.entries]
 
@@ -432,11 +437,11 @@ class RuleOptimizer:
         if ours != theirs:
             raise ValueError(
                 f"the checkpoint was written with optimizer rule {sorted(theirs)}, this run uses "
-                f"{sorted(ours)}: set optimizer.name back, or leave the states out with "
+                f"{sorted(ours)}: set {self._keys_of(ours - theirs)} back, or leave the states out with "
                 'checkpoint.exclude_from_loading = ["optimizer"]'
             )
         own = {entry.name: entry.saved() for entry in self._all_entries()}
-        rule_of = {name: group.rule.name for group in self.groups for name in group.names}
+        rule_of = {name: group.rule for group in self.groups for name in group.names}
         load_states(own, state_dict["state"], rule_of)
         self._table.count.copy_(torch.as_tensor(state_dict["step"]))
         self._table.invalidate()

@@ -38,13 +38,11 @@ class PatternGroup(Protocol):
 class RuleOptions:
     """A rule with the options that its weights get where no group says otherwise.
 
-    section: configuration section the options came from, for messages.
     options: lr (peak), weight_decay, beta1, beta2, eps, momentum.
     """
 
     rule: UpdateRule
     options: Mapping[str, float]
-    section: str = "optimizer"
 
 
 @dataclass

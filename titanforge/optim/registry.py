@@ -52,7 +52,7 @@ def build_rule(
     """The rule called `name`, in any case, `-` as `_`.
 
     matrix: options of the rules of matrices; default: the defaults.
-    key: configuration key that the name came from, for messages.
+    key: configuration key that the name came from, for messages, also the rule's own.
     Raises ValueError for an unknown name, and for Nesterov where the rule has none.
     """
     known = name.lower().replace("-", "_")
@@ -62,4 +62,6 @@ def build_rule(
         raise ValueError(f"{key} = {name!r} is no update rule; {hint}valid: {', '.join(sorted(RULES))}")
     if nesterov and known not in NESTEROV_RULES:
         raise ValueError(f"optimizer.nesterov = true has no effect on {key} = {name!r}; set it to false")
-    return RULES[known](momentum, nesterov, matrix or MatrixOptions())
+    rule = RULES[known](momentum, nesterov, matrix or MatrixOptions())
+    rule.key = key
+    return rule

@@ -81,6 +81,7 @@ class UpdateRule(ABC):
     """What a step does to one weight.
 
     name: as in the configuration, in lower case.
+    key: of the configuration that named the rule, for messages.
     slots: states of a matrix; `slots_for` gives those of any weight.
     a_reads, u_reads: reach of A and of U. A reads the gradient, U the state.
     a_affine: A(S, G) = A'(S) + c G with A' and c free of G.
@@ -98,6 +99,7 @@ class UpdateRule(ABC):
     """
 
     name: ClassVar[str]
+    key: str = "optimizer.name"
     slots: tuple[StateSlot, ...] = ()
     a_reads: ClassVar[Reach] = Reach.COORDINATE
     a_affine: ClassVar[bool] = False
@@ -155,7 +157,7 @@ class UpdateRule(ABC):
         """
         if self.regime > 1:
             raise ValueError(
-                f"optimizer.name = {self.name!r} reads whole layers, but {name!r} is sharded: set "
+                f"{self.key} = {self.name!r} reads whole layers, but {name!r} is sharded: set "
                 "parallelism.data_parallel_shard_degree = 1 (replicas are fine) or take an elementwise rule, "
                 "such as AdamW or Lion"
             )

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from titanforge.optim.elementwise import AdamW
 from titanforge.optim.param_groups import (
     ParamGroupSpec,
     RuleOptions,
@@ -16,6 +15,7 @@ from titanforge.optim.param_groups import (
     matrix_parts,
     named_trainable_parameters,
 )
+from titanforge.optim.registry import build_rule
 from titanforge.optim.rule import UpdateRule
 
 DEFAULT_OPTIONS: Mapping[str, float] = {
@@ -54,7 +54,7 @@ def groups_of_rule(
     scalar = None
     if rule.matrix_only:
         beside = {**DEFAULT_OPTIONS, "lr": values["lr"], "weight_decay": SCALAR_WEIGHT_DECAY}
-        scalar = RuleOptions(AdamW(), beside, "optimizer.scalar")
+        scalar = RuleOptions(build_rule("AdamW", key="optimizer.scalar.name"), beside)
     named, roles = named_trainable_parameters(model)
     main = RuleOptions(rule, values)
     return build_param_groups(named, main, scalar=scalar, roles=roles, parts=matrix_parts(model))

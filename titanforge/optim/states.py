@@ -249,12 +249,12 @@ def refuse_sharded(rule: UpdateRule, name: str, param: nn.Parameter, parts: int)
 
 
 def load_states(
-    own: Mapping[str, Mapping[str, Tensor]], loaded: Mapping[str, Any], rule_of: Mapping[str, str]
+    own: Mapping[str, Mapping[str, Tensor]], loaded: Mapping[str, Any], rule_of: Mapping[str, UpdateRule]
 ) -> None:
     """Copy loaded states into our own, in place.
 
     own, loaded: {parameter: {slot: tensor}}; a loaded tensor may be our own (read in place).
-    rule_of: rule name by parameter, for messages.
+    rule_of: rule by parameter, for messages.
     Raises ValueError for a parameter or slot missing or unknown, and for another shape or placement; nothing
     is written then.
     """
@@ -266,9 +266,10 @@ def load_states(
     for name, slots in own.items():
         theirs = loaded[name]
         if slots.keys() != theirs.keys():
+            rule = rule_of[name]
             raise ValueError(
-                f"optimizer state of {name!r}: {rule_of[name]} needs {sorted(slots) or 'nothing'}, the "
-                f"checkpoint has {sorted(theirs) or 'nothing'}; it was written with another optimizer.name, "
+                f"optimizer state of {name!r}: {rule.name} needs {sorted(slots) or 'nothing'}, the "
+                f"checkpoint has {sorted(theirs) or 'nothing'}; it was written with another {rule.key}, "
                 "optimizer.momentum, optimizer.state_dtype or optimizer.master_weights"
             )
         for slot, tensor in slots.items():

@@ -1,20 +1,24 @@
 """What matrix optimizers learn in equal tokens: GPT-2 Small's blocks on real text, seven arms, one protocol.
 
-    python scripts/bench/matrix_quality.py                         # planned for 8 minutes of one H200
+    python scripts/bench/matrix_quality.py                         # planned for 8 minutes of two H200s
     python scripts/bench/matrix_quality.py --device cpu --tiny     # a toy, anywhere
 
 AdamW, Muon, RMNP, Dion with rank fractions 1 and 1/16, Dobb with 1 and 16 blocks: the rows of Table 4 of the
 Dobb paper, at its scale "Small" but for far fewer steps of fewer tokens. The protocol is the paper's (its
 section 6, appendix E): update scale tau sqrt(max(m, n)) with tau = 0.2, AdamW for embeddings, biases and
-norms, weight decay 0.1, warm-up over a tenth of the steps, cosine to 1 % of the peak, the same seed and so
-the same sequences in the same order, and one peak rate for all, chosen with AdamW: `--lrs` are tried for
-`--probe-steps` each, and where the lowest or the highest is best, up to `--widen` more beyond it. `--select
-each` chooses a rate for each arm instead, from as many probes; with one rate nothing is tried.
+norms, weight decay 0.1, warm-up over a tenth of the steps, cosine to 1 % of the peak, no Nesterov momentum,
+Householder QR for Dobb, the same seed and so the same sequences in the same order.
+
+Every arm has a peak rate of its own, from as many short runs as all others: `--lrs` for `--probe-steps` each,
+then `--further` more, one after the other, beyond the edge at which its best lies, else between its best two.
+`--select shared` has one rate for all, chosen with AdamW, as Table 4 has it; the table of all that was tried
+compares the arms at each rate, at the length of these runs. With one rate nothing is tried.
 
 All arms run at the same time, each in a process of its own, on one GPU or dealt over `--devices`: nothing is
 said about their speed, and nobody waits while another starts. First each compiles in a few steps; then the
 rates are tried, and beside them each arm shows its pace; then all take as many steps, the same in all, as
 end within `--seconds`, unless `--steps` is given. An arm that has not ended by then is stopped and called so.
+On a GPU a step is one CUDA graph (`compile.cuda_graph`, the same bits), but for those that refresh bases.
 
 The text is Python sources, the standard library's and those of the installed packages, as bytes: 85 million
 weights in the blocks and a small embedding. An arm that is done is not run again, so the same command goes on
@@ -43,6 +47,7 @@ from scripts.bench.matrix_arms import (
     BASELINE,
     EVALUATIONS,
     PACE_STEPS,
+    TABLE_4,
     WARM_STEPS,
     Places,
     Run,
@@ -51,35 +56,39 @@ from scripts.bench.matrix_arms import (
     fits,
     own_seconds,
 )
-from scripts.bench.peak_rates import best_rate, beyond, losses_of_rates
+from scripts.bench.peak_rates import best_rate, losses_of_rates, next_rate
 from scripts.bench.python_text import write_corpus
 
 MARGIN = 0.9  # of the time that is left, for what a short pace does not show
-WIDEN_SHARE = 10  # one more rate may take a tenth of the time that is left
-RESTART = 10.0  # seconds: the last runs' start and the report
+ROUND_SHARE = 8  # one further rate of all arms may take an eighth of the time that is left
+RESTART = 15.0  # seconds: the last runs' start and the report
 # What may differ between two calls that go on with each other's arms. The text is told by what is in it.
-_NOT_SETTINGS = ("out", "arms", "seconds", "end", "devices", "in_process", "corpus")
+_NOT_SETTINGS = ("out", "arms", "eager", "seconds", "end", "devices", "in_process", "corpus")
 
 
 def settle(options: argparse.Namespace, places: Places) -> dict[str, Any]:
     """Peak rates and steps of all arms: from plan.json if there is one, else from probes.
 
     Raises:
-        SystemExit: plan.json is of other settings, no probe came to its end, or a GPU has too little memory.
+        SystemExit: plan.json is of other settings or arms, no probe came to its end, or a GPU has too little
+            memory.
     """
     path = options.out / "plan.json"
     begun = json.loads(path.read_text()) if path.exists() else {}
     if "steps" in begun:
         same_settings(options, begun)
+        if new := [arm for arm in options.arms if arm not in begun["lrs"]]:
+            raise SystemExit(f"{options.out} has no peak rate for {', '.join(new)}: choose another --out")
         return begun
-    probed = list(ARMS) if options.select == "each" else [BASELINE]
+    each = options.select == "each"
+    probed = list(options.arms) if each else [BASELINE]
     middle = sorted(options.lrs)[len(options.lrs) // 2]
     probes = []
     if len(options.lrs) > 1:
         for arm in probed:
             for index, lr in enumerate(options.lrs):
                 # The one arm's rates beside each other; of many arms, one rate after the other.
-                place = arm if index == 0 or len(probed) > 1 else f"{arm}-{index + 1}"
+                place = arm if index == 0 or each else f"{arm}-{index + 1}"
                 probes.append(Run(f"probe-{arm}-{lr:.3g}", arm, lr, options.probe_steps, place, "probe"))
     own = {arm: arm for arm in options.arms}
     own |= {probe.place: probe.arm for probe in probes}
@@ -88,59 +97,89 @@ def settle(options: argparse.Namespace, places: Places) -> dict[str, Any]:
     path.write_text(json.dumps({"settings": settings}, indent=1))  # before a run can be taken for another's
     if not options.in_process:
         warm = [Run(f"warm-{p}", arm, middle, WARM_STEPS, p, "warm") for p, arm in own.items()]
-        check_memory(places.run(warm), list(own), options)
+        check_memory(warmed(warm, list(own), places, options), list(own), options)
+        tell("compiled", options)
     paced = [] if options.steps else [arm for arm in options.arms if arm not in {p.place for p in probes}]
     paces = [Run(f"pace-{arm}", arm, middle, PACE_STEPS, arm, "pace") for arm in paced]
     shown = places.run([*paces, *probes])
     results = [shown[probe.name] for probe in probes if probe.name in shown and shown[probe.name]["finished"]]
     seconds = pace_of_arms(shown)
-    results += widened(results, seconds, places, options)
+    devices = {arm: device_of(arm, list(own), options) for arm in options.arms}
+    results += search(results, seconds, devices, places, options)
     lrs = rates(results, probed, options)
     places.close([place for place in own if place not in options.arms])
+    tell("rates tried", options)
     steps = options.steps or steps_that_fit(
         seconds,
         options.end - time.perf_counter(),
         evaluated=EVALUATIONS * options.validation_steps,
-        devices={arm: device_of(arm, list(own), options) for arm in options.arms},
+        devices=devices,
     )
     plan = {
         "settings": settings,
         "lrs": lrs,
         "steps": steps,
         "seconds_of_a_step": seconds,
+        "without_cuda_graph": options.eager,
         "probes": [{key: r[key] for key in ("arm", "lr", "validation_loss", "seconds")} for r in results],
     }
     path.write_text(json.dumps(plan, indent=1))
     return plan
 
 
-def widened(
+def warmed(
+    runs: Sequence[Run], names: Sequence[str], places: Places, options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """What the first runs left. On a GPU an arm that failed has another try without a CUDA graph, in a
+    process of its own, and none from then on; names: of all places."""
+    found = places.run(runs)
+    failed = [run for run in runs if run.name not in found]
+    if failed and options.device == "cuda" and time.perf_counter() < options.end:
+        options.eager += [run.arm for run in failed]
+        print(f"without a CUDA graph from now on: {', '.join(options.eager)}", flush=True)
+        places.close([run.place for run in failed], kill=True)
+        places.make(names)
+        found |= places.run(failed)
+    return found
+
+
+def search(
     results: Sequence[dict[str, Any]],
     seconds: Mapping[str, float],
+    devices: Mapping[str, int],
     places: Places,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Probes of rates beyond those of `results`, for arms whose best rate is the lowest or the highest.
+    """`--further` probes of each arm of `results`, whose rates follow from what it has tried.
 
-    seconds: of a step of each arm.
+    seconds: of a step of each arm. devices: where each runs.
     """
     found: list[dict[str, Any]] = []
-    for _ in range(options.widen):
+    begun: set[str] = set()
+    for _ in range(options.further):
         tried = losses_of_rates([*results, *found])
-        further = {arm: lr for arm, losses in tried.items() if (lr := beyond(losses))}
         probes = [
             Run(f"probe-{arm}-{lr:.3g}", arm, lr, options.probe_steps, arm, "probe")
-            for arm, lr in further.items()
+            for arm, losses in tried.items()
+            if (lr := next_rate(losses))
         ]
-        took = sum(seconds[probe.arm] for probe in probes) * options.probe_steps
-        if took > (options.end - time.perf_counter()) / WIDEN_SHARE:
-            print("rates beyond the edge of --lrs are not tried: too few of --seconds are left", flush=True)
+        probes = [probe for probe in probes if probe.name not in begun]  # one that failed stays failed
+        begun |= {probe.name for probe in probes}
+        if not probes:
+            break
+        took = busiest({probe.arm: seconds[probe.arm] for probe in probes}, devices) * options.probe_steps
+        if took > (options.end - time.perf_counter()) / ROUND_SHARE:
+            print("no further rates are tried: too few of --seconds are left", flush=True)
             break
         more = [one for one in places.run(probes).values() if one["finished"]]
         if not more:
             break
         found += more
     return found
+
+
+def tell(what: str, options: argparse.Namespace) -> None:
+    print(f"{what} after {time.perf_counter() - options.end + options.seconds:.0f} s", flush=True)
 
 
 def same_settings(options: argparse.Namespace, begun: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,15 +225,14 @@ def check_memory(
 def rates(
     results: Sequence[Mapping[str, Any]], probed: Sequence[str], options: argparse.Namespace
 ) -> dict[str, float]:
-    """Each arm's peak rate: the best of its probes, or of AdamW's.
+    """Peak rate of each arm that has one: the best of its probes, or of AdamW's.
 
     Raises:
         SystemExit: no probe of an arm came to its end.
     """
-    first: float = options.lrs[0]
-    found = dict.fromkeys(ARMS, first)
     if len(options.lrs) == 1:
-        return found
+        return dict.fromkeys(ARMS, options.lrs[0])
+    found: dict[str, float] = {}
     tried = losses_of_rates(results)
     for arm in probed:
         if arm not in tried:
@@ -208,10 +246,21 @@ def rates(
 def pace_of_arms(shown: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Seconds of a device that a step of each arm takes by itself; of several runs of an arm the longest."""
     found: dict[str, float] = {}
-    for name, seconds in own_seconds(shown).items():
+    settled = {
+        name: {"span": one["span"], "trained_steps": one["spanned_steps"] + 1} for name, one in shown.items()
+    }
+    for name, seconds in own_seconds(settled).items():
         arm = shown[name]["arm"]
         found[arm] = max(seconds, found.get(arm, 0.0))
     return found
+
+
+def busiest(seconds: Mapping[str, float], devices: Mapping[str, int]) -> float:
+    """Seconds that a step of each arm takes on the device that has the most to do."""
+    return max(
+        sum(seconds.get(arm, 0.0) for arm in devices if devices[arm] == device)
+        for device in set(devices.values())
+    )
 
 
 def steps_that_fit(
@@ -224,17 +273,14 @@ def steps_that_fit(
     Raises:
         SystemExit: there is time for fewer steps than evaluations.
     """
-    together = [
-        sum(seconds.get(arm, 0.0) for arm in devices if devices[arm] == device)
-        for device in set(devices.values())
-    ]
-    if not max(together):
+    together = busiest(seconds, devices)
+    if not together:
         raise SystemExit("no arm showed its pace: see the log.txt of runs/pace-* and runs/probe-*")
-    steps = int(MARGIN * (left - RESTART) / max(together) - evaluated / 3)
+    steps = int(MARGIN * (left - RESTART) / together - evaluated / 3)
     steps -= steps % EVALUATIONS
     if steps < EVALUATIONS:
         raise SystemExit(
-            f"{left:.0f} of --seconds are left, and a step of all arms takes {max(together):.2f} s: give it "
+            f"{left:.0f} of --seconds are left, and a step of all arms takes {together:.2f} s: give it "
             "more --seconds, or take fewer --arms or a smaller --batch"
         )
     return steps
@@ -246,16 +292,17 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     found.add_argument("--devices", type=int, help="GPUs that the arms are dealt over; default: all")
     found.add_argument("--tiny", action="store_true", help="a toy, to prove the script anywhere")
-    found.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    found.add_argument("--lrs", type=float, nargs="+", default=[8.85e-4, 1.77e-3, 3.54e-3])
-    found.add_argument("--select", choices=["shared", "each"], default="shared", help="whose peak rate")
+    found.add_argument("--arms", nargs="+", choices=ARMS, default=list(TABLE_4))
+    found.add_argument("--eager", nargs="*", choices=ARMS, default=[], help="arms without a CUDA graph")
+    found.add_argument("--lrs", type=float, nargs="+", default=[4.42e-4, 8.84e-4, 1.77e-3, 3.54e-3])
+    found.add_argument("--select", choices=["each", "shared"], default="each", help="whose peak rate")
     found.add_argument("--probe-steps", type=int, default=100, help="of a rate that is tried")
-    found.add_argument("--widen", type=int, default=2, help="more rates, beyond a best that is at the edge")
+    found.add_argument("--further", type=int, default=2, help="rates that each tries beside --lrs")
     found.add_argument("--steps", type=int, help="default: as many as fit into --seconds")
     found.add_argument("--seconds", type=float, default=470.0, help="for everything")
     found.add_argument("--batch", type=int, default=16, help="sequences of a step")
     found.add_argument("--seq-len", type=int, default=1024)
-    found.add_argument("--validation-steps", type=int, default=10, help="batches of an evaluation")
+    found.add_argument("--validation-steps", type=int, default=32, help="batches; a quarter for a rate")
     found.add_argument("--seed", type=int, default=5000)
     found.add_argument("--tokenizer", default="byte", help="as data.tokenizer")
     found.add_argument("--corpus", type=Path, help="JSON Lines, written if not there; default: in --out")

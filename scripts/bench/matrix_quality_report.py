@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from titanforge.metrics.sinks.jsonl import read_metrics
 # Table 4 of the Dobb paper, column Small: 10,000 steps of 491,520 tokens of OpenWebText.
 PAPER = {
     "adamw": 3.044, "muon": 3.004, "rmnp": 3.083, "dion-1": 3.002, "dion-1-16": 3.108,
-    "dobb-1": 3.017, "dobb-16": 3.026,
+    "dobb-1": 3.017, "dobb-16": 3.026, "dobb-1-cholesky": 3.016,  # the last of Table 16
 }  # fmt: skip
 # (ahead, behind) where the paper's difference is several times its seed noise of 0.003.
 EXPECTED = (
@@ -58,10 +58,21 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
                 f"{one['loss']:.4f}",
                 one["trained_steps"],
                 one["tokens"] / 1e6,
-                f"{PAPER[arm]:.3f}",
+                f"{PAPER[arm]:.3f}" if arm in PAPER else None,
             ]
         )
     return markdown_table(header, rows)
+
+
+def tried(probes: Sequence[Mapping[str, Any]]) -> str:
+    """Arms by the rates of their short runs."""
+    losses = losses_of_rates(probes)
+    rates = sorted({rate for found in losses.values() for rate in found})
+    rows = [
+        [arm, *(f"{found[rate]:.4f}" if rate in found else None for rate in rates)]
+        for arm, found in losses.items()
+    ]
+    return markdown_table(["arm", *(f"{rate:.3g}" for rate in rates)], rows)
 
 
 def write(out: Path, results: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any], took: float) -> None:
@@ -78,8 +89,8 @@ def write(out: Path, results: Mapping[str, Mapping[str, Any]], plan: Mapping[str
         ["ahead", "behind", "nats, paper", "nats, here"],
         [[p["ahead"], p["behind"], f"{p['paper']:+.3f}", f"{p['here']:+.4f}"] for p in pairs],
     )]  # fmt: skip
-    probes = [f"{p['arm']} {p['lr']:.3g}: {p['validation_loss']:.4f}" for p in plan["probes"]]
-    text += ["", f"Peak rates that were tried, and their validation loss: {'; '.join(probes) or 'none'}."]
+    text += ["", "Validation loss of the runs that chose the peak rates:" if plan["probes"] else "One rate."]
+    text += ["", tried(plan["probes"]), ""] if plan["probes"] else []
     for arm, losses in losses_of_rates(plan["probes"]).items():
         text += [f"{arm}: {told}"] if (told := at_edge(losses)) else []
     write_report(out, "matrix_quality", report, "\n".join(text))

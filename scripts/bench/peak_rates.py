@@ -23,6 +23,25 @@ def beyond(losses: Mapping[float, float]) -> float | None:
     return None if neighbour is None else best * best / neighbour
 
 
+def next_rate(losses: Mapping[float, float]) -> float | None:
+    """What an arm tries after these: beyond the edge at which its best rate lies, else between the best and
+    the better of its neighbours (geometric mean). Of rates that all diverged: well below the lowest. None:
+    there are fewer than two.
+    """
+    rates = sorted(losses)
+    if len(rates) < 2:
+        return None
+    if all(math.isnan(loss) for loss in losses.values()):
+        return rates[0] * rates[0] / rates[-1]
+    further = beyond(losses)
+    if further is not None:
+        return further
+    best = best_rate(losses)
+    index = rates.index(best)
+    neighbour = best_rate({rate: losses[rate] for rate in (rates[index - 1], rates[index + 1])})
+    return math.sqrt(best * neighbour)
+
+
 def losses_of_rates(probes: Iterable[Mapping[str, Any]]) -> dict[str, dict[float, float]]:
     """Validation loss by rate of each arm, from results with `arm`, `lr` and `validation_loss`."""
     found: dict[str, dict[float, float]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,24 +14,26 @@ import pytest
 
 from scripts.bench import matrix_arms, matrix_quality, matrix_quality_report, python_text
 from scripts.bench.matrix_arms import Places, Run, fits
-from scripts.bench.peak_rates import at_edge, best_rate, beyond
+from scripts.bench.peak_rates import at_edge, best_rate, beyond, losses_of_rates, next_rate
 from tests.trainer.runs import write_corpus
 
 
-def test_arms_share_data_and_the_rate_that_was_best_for_adamw(
+def test_arms_share_data_and_each_has_the_best_of_as_many_rates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--device", "cpu", "--tiny", "--steps", "6", "--out", str(tmp_path)]
+    words = ["--device", "cpu", "--tiny", "--steps", "6", "--further", "1", "--out", str(tmp_path)]
     words += ["--corpus", str(write_corpus(tmp_path / "corpus.jsonl"))]
     assert matrix_quality.main([*words, "--arms", "adamw", "dobb-16"]) == 0, capsys.readouterr().out
     plan = json.loads((tmp_path / "plan.json").read_text())
-    tried = {probe["lr"]: probe["validation_loss"] for probe in plan["probes"]}
-    best = min(tried, key=tried.__getitem__)
-    assert set(plan["lrs"].values()) == {best}
-    # Of two rates one is at an edge, so more were tried: until the best lay between others, or two of them.
-    assert len(tried) == 4 or (len(tried) == 3 and min(tried) < best < max(tried))
+    tried = losses_of_rates(plan["probes"])
+    assert plan["lrs"] == {arm: best_rate(losses) for arm, losses in tried.items()}
+    # Of two rates one is at an edge, so a third beyond it was tried.
+    assert [sorted(losses)[1] / sorted(losses)[0] for losses in tried.values()] == pytest.approx([2, 2])
+    assert {arm: len(losses) for arm, losses in tried.items()} == {"adamw": 3, "dobb-16": 3}
+    best = at_edge(tried["adamw"])
     told = (tmp_path / "matrix_quality.md").read_text()
-    assert ("that was tried" in told) == (best in (min(tried), max(tried)))
+    assert (f"adamw: {best}" in told) == bool(best)
+    assert f"{tried['dobb-16'][1e-2]:.4f}" in told
     report = json.loads((tmp_path / "matrix_quality.json").read_text())
     assert set(report["arms"]) == {"adamw", "dobb-16"} and [p["ahead"] for p in report["order"]] == [
         "dobb-16"
@@ -141,6 +144,23 @@ def test_the_order_of_pairs_counts_finished_arms_alone() -> None:
     assert found == pytest.approx(
         {("dobb-16", "adamw"): 0.2, ("dobb-16", "dion-1-16"): 0.3, ("adamw", "dion-1-16"): 0.1}
     )
+
+
+def test_a_search_goes_beyond_an_edge_and_else_between_the_best_two() -> None:
+    """On a parabola in log rate, from wherever it begins."""
+
+    def loss(rate: float) -> float:
+        return math.log2(rate / 1e-3) ** 2 if rate < 2e-2 else math.nan
+
+    for first in ([1e-4, 2e-4], [1e-2, 2e-2, 4e-2], [5e-4, 1.5e-3]):
+        losses = {rate: loss(rate) for rate in first}
+        for _ in range(6):
+            rate = next_rate(losses)
+            assert rate is not None and rate not in losses
+            losses[rate] = loss(rate)
+        assert 0.75e-3 < best_rate(losses) < 1.3e-3, losses
+    assert next_rate({1e-3: 1.0}) is None
+    assert next_rate(dict.fromkeys((1e-3, 2e-3), math.nan)) == pytest.approx(5e-4)
 
 
 def test_a_rate_beyond_the_best_is_named_where_the_best_is_at_an_edge() -> None:

@@ -230,9 +230,9 @@ def rates(
     Raises:
         SystemExit: no probe of an arm came to its end.
     """
-    if len(options.lrs) == 1:
-        return dict.fromkeys(ARMS, options.lrs[0])
     found: dict[str, float] = {}
+    if len(options.lrs) == 1:
+        return found | dict.fromkeys(ARMS, options.lrs[0])
     tried = losses_of_rates(results)
     for arm in probed:
         if arm not in tried:

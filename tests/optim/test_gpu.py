@@ -12,7 +12,9 @@ from tests.distributed_harness import run_distributed
 from tests.optim.test_dobb_sharded import Run, layouts
 from titanforge.config.sections import Optimizer
 from titanforge.optim import build_optimizer
+from titanforge.optim.dobb.refresh import eigenbases, refresh_bases
 from titanforge.optim.engine import RuleOptimizer
+from titanforge.optim.matrix_options import DobbOptions
 from titanforge.optim.orthonormal import orthonormal
 from titanforge.optim.registry import RULES
 
@@ -117,6 +119,22 @@ def test_orthonormal_columns_in_a_graph(rank: int, matrices: int) -> None:
         torch.cuda.synchronize()
         del rubbish, pinned
         assert torch.equal(found, exact)
+
+
+@pytest.mark.parametrize("width", [48, 600])
+def test_householder_bases_are_those_of_a_cpu_but_for_signs(width: int) -> None:
+    x = torch.randn(4, width, 3 * width) * torch.logspace(0, -1, width)[:, None]
+    c = x @ x.mT / (3 * width)
+    options = DobbOptions(qr="householder", basis_dtype="float32")
+    basis, _ = eigenbases(c + 0.01 * c.roll(1, 0), torch.zeros_like(c), options)
+    expected, _ = refresh_bases(c, basis.float(), options)
+    found, failed = refresh_bases(c.cuda(), basis.float().cuda(), options)
+    assert int(failed) == 0
+    aligned = (found.cpu() * expected).sum(-2).abs()
+    torch.testing.assert_close(aligned, torch.ones_like(aligned), rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        found.mT @ found, torch.eye(width, device="cuda").expand(4, -1, -1), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw", "dion"])

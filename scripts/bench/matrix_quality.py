@@ -230,9 +230,10 @@ def rates(
     Raises:
         SystemExit: no probe of an arm came to its end.
     """
-    found: dict[str, float] = {}
+    first: float = options.lrs[0]
     if len(options.lrs) == 1:
-        return found | dict.fromkeys(ARMS, options.lrs[0])
+        return dict.fromkeys(ARMS, first)
+    found: dict[str, float] = {}
     tried = losses_of_rates(results)
     for arm in probed:
         if arm not in tried:

@@ -34,7 +34,7 @@ class TileConfig:
     group: rows of tiles walked together. split: pieces in which the epilogue takes a tile (1, 2, 4).
     prefetch: ask for weights and states in L2 before the mainloop. form: of the kernel, `forms.FORMS`; the
     forms other than portable have fixed tiles and take `block_t`, `group`, `stages` and `overlap`: whether
-    pp2's two warpgroups may update at the same time.
+    pp2's two warpgroups may update at the same time. paired: pp2 moves two slices of the same rows at a time.
     """
 
     block_n: int
@@ -47,6 +47,7 @@ class TileConfig:
     prefetch: bool = False
     form: str = PORTABLE
     overlap: bool = False
+    paired: bool = False
 
     def __post_init__(self) -> None:
         if self.split not in (1, 2, 4) or self.block_k % (64 * self.split):
@@ -61,14 +62,16 @@ class TileConfig:
 
     def packed(self) -> list[int]:
         """As integers, for a custom op."""
-        *sizes, prefetch, form, overlap = astuple(self)
-        return [*sizes, int(prefetch), FORMS.index(form), int(overlap)]
+        *sizes, prefetch, form, overlap, paired = astuple(self)
+        return [*sizes, int(prefetch), FORMS.index(form), int(overlap), int(paired)]
 
     @staticmethod
     def unpacked(packed: list[int]) -> TileConfig:
         """The configuration that `packed` gave these integers."""
-        *sizes, prefetch, form, overlap = packed
-        return TileConfig(*sizes, prefetch=bool(prefetch), form=FORMS[form], overlap=bool(overlap))
+        *sizes, prefetch, form, overlap, paired = packed
+        return TileConfig(
+            *sizes, prefetch=bool(prefetch), form=FORMS[form], overlap=bool(overlap), paired=bool(paired)
+        )
 
 
 # Measured on an H200 with AdamW and bf16 states: the narrow tile hides its epilogue behind other blocks of
@@ -166,8 +169,9 @@ def choose_config(
     form = form or form_for(tokens, device)
     if form == PINGPONG:
         # Codes of int8 rounded at random take longer than moving the bytes: there both warpgroups may update
-        # at a time.
-        return replace(_PINGPONG, group=8 if k > _WIDE_ROWS else 1, overlap="int8_sr" in codecs)
+        # at a time. bf16 is bound by moving them: there neighbouring slices go together.
+        group = 8 if k > _WIDE_ROWS else 1
+        return replace(_PINGPONG, group=group, overlap="int8_sr" in codecs, paired=codecs == "bf16-bf16-bf16")
     if form == COOPERATIVE:
         return _COOPERATIVE
     if dtype == torch.float32:
@@ -202,7 +206,6 @@ def candidate_configs(dtype: torch.dtype, device: torch.device) -> list[TileConf
     if unavailable(device) or (untried() and selected_form() in (AUTO, PORTABLE)):
         return portable
     groups = (1, 4, 8)
-    pingpong = [
-        replace(_PINGPONG, group=group, overlap=overlap) for group in groups for overlap in (False, True)
-    ]
+    ways = ({}, {"overlap": True}, {"paired": True})
+    pingpong = [replace(_PINGPONG, group=group, **way) for group in groups for way in ways]
     return [*pingpong, *[replace(_COOPERATIVE, group=group) for group in groups], *portable]

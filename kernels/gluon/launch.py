@@ -182,5 +182,6 @@ def launch(
         *operands, *(descriptor(part, (64, 64)) for part in (w, master, s0, s1)), s0_meta, s1_meta, hyper,
         rng, target.tensor_id, norm, nonfinite, offsets, experts, n, k, tokens, config.group,
         HYPERS=rule.hyper_length, GROUPED=offsets is not None, SLOT_BYTES=slot_bytes, STAGES=stages,
-        RING=slots, BY_SLICE=config.overlap and slots >= 4, num_warps=4, **PINGPONG_REGISTERS, **constants,
+        RING=slots, BY_SLICE=config.overlap and slots >= 4, PAIRED=config.paired and slots % 2 == 0,
+        num_warps=4, **PINGPONG_REGISTERS, **constants,
     )  # fmt: skip

@@ -59,10 +59,31 @@ def load_operands(dy_desc, x_desc, operands, offsets_ptr, T, tiles, tiles_n, til
 
 
 @jit
+def load_part(desc, buf, filled, slot, row, column, PAIRED: gl.constexpr):
+    """One part of a slice, or of two that lie side by side."""
+    tma_load(desc, [row, column], filled.index(slot), buf.index(slot))
+    if PAIRED:
+        tma_load(desc, [row, column + 64], filled.index(slot + 1), buf.index(slot + 1))
+
+
+@jit
+def store_part(desc, buf, slot, row, column, PAIRED: gl.constexpr):
+    """The way back."""
+    tma_store(desc, [row, column], buf.index(slot))
+    if PAIRED:
+        tma_store(desc, [row, column + 64], buf.index(slot + 1))
+
+
+@jit
 def load_slots(parts, ring, tiles, tiles_n, tiles_k, group, BYTES: gl.constexpr,
                GROUPED: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr, SLOTS: gl.constexpr,
-               BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, RING: gl.constexpr):  # fmt: skip
-    """One warp: all parts of the four slices of every tile."""
+               BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, RING: gl.constexpr,
+               PAIRED: gl.constexpr):  # fmt: skip
+    """One warp: all parts of the four slices of every tile.
+
+    PAIRED: two slices of the same rows at a time, part by part: memory is asked for twice as many bytes that
+    are neighbours at once.
+    """
     w_desc, master_desc, s0_desc, s1_desc = parts
     w_buf, master_buf, s0_buf, s1_buf, filled, _updated, free = ring
     first = gl.program_id(0)
@@ -71,20 +92,23 @@ def load_slots(parts, ring, tiles, tiles_n, tiles_k, group, BYTES: gl.constexpr,
     phase = 1
     for t in range(tiles):
         expert, i, j = tile_of_all(first + t * programs, tiles_n, tiles_k, group, GROUPED)
-        for piece in range(4):
+        for piece in range(0, 4, 2 if PAIRED else 1):
             row = (expert * tiles_n + i) * BLOCK_N + (piece // 2) * 64
             column = j * BLOCK_K + (piece % 2) * 64
             mbarrier.wait(free.index(slot), phase)
             mbarrier.expect(filled.index(slot), BYTES)
+            if PAIRED:
+                mbarrier.wait(free.index(slot + 1), phase)
+                mbarrier.expect(filled.index(slot + 1), BYTES)
             if WEIGHT:
-                tma_load(w_desc, [row, column], filled.index(slot), w_buf.index(slot))
+                load_part(w_desc, w_buf, filled, slot, row, column, PAIRED)
             if MASTER:
-                tma_load(master_desc, [row, column], filled.index(slot), master_buf.index(slot))
+                load_part(master_desc, master_buf, filled, slot, row, column, PAIRED)
             if SLOTS >= 1:
-                tma_load(s0_desc, [row, column], filled.index(slot), s0_buf.index(slot))
+                load_part(s0_desc, s0_buf, filled, slot, row, column, PAIRED)
             if SLOTS >= 2:
-                tma_load(s1_desc, [row, column], filled.index(slot), s1_buf.index(slot))
-            slot += 1
+                load_part(s1_desc, s1_buf, filled, slot, row, column, PAIRED)
+            slot += 2 if PAIRED else 1
             if slot == RING:
                 slot = 0
                 phase ^= 1
@@ -93,8 +117,9 @@ def load_slots(parts, ring, tiles, tiles_n, tiles_k, group, BYTES: gl.constexpr,
 @jit
 def store_slots(parts, ring, tiles, tiles_n, tiles_k, group, GROUPED: gl.constexpr,
                 WEIGHT: gl.constexpr, MASTER: gl.constexpr, SLOTS: gl.constexpr,
-                BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, RING: gl.constexpr):  # fmt: skip
-    """One warp: send the slots back as they are updated, and free them."""
+                BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, RING: gl.constexpr,
+                PAIRED: gl.constexpr):  # fmt: skip
+    """One warp: send the slots back as they are updated, and free them. PAIRED: as of `load_slots`."""
     w_desc, master_desc, s0_desc, s1_desc = parts
     w_buf, master_buf, s0_buf, s1_buf, _filled, updated, free = ring
     first = gl.program_id(0)
@@ -103,21 +128,25 @@ def store_slots(parts, ring, tiles, tiles_n, tiles_k, group, GROUPED: gl.constex
     phase = 0
     for t in range(tiles):
         expert, i, j = tile_of_all(first + t * programs, tiles_n, tiles_k, group, GROUPED)
-        for piece in range(4):
+        for piece in range(0, 4, 2 if PAIRED else 1):
             row = (expert * tiles_n + i) * BLOCK_N + (piece // 2) * 64
             column = j * BLOCK_K + (piece % 2) * 64
             mbarrier.wait(updated.index(slot), phase)
+            if PAIRED:
+                mbarrier.wait(updated.index(slot + 1), phase)
             if WEIGHT:
-                tma_store(w_desc, [row, column], w_buf.index(slot))
+                store_part(w_desc, w_buf, slot, row, column, PAIRED)
             if MASTER:
-                tma_store(master_desc, [row, column], master_buf.index(slot))
+                store_part(master_desc, master_buf, slot, row, column, PAIRED)
             if SLOTS >= 1:
-                tma_store(s0_desc, [row, column], s0_buf.index(slot))
+                store_part(s0_desc, s0_buf, slot, row, column, PAIRED)
             if SLOTS >= 2:
-                tma_store(s1_desc, [row, column], s1_buf.index(slot))
+                store_part(s1_desc, s1_buf, slot, row, column, PAIRED)
             tma_store_wait(0)
             mbarrier.arrive(free.index(slot), count=1)
-            slot += 1
+            if PAIRED:
+                mbarrier.arrive(free.index(slot + 1), count=1)
+            slot += 2 if PAIRED else 1
             if slot == RING:
                 slot = 0
                 phase ^= 1

@@ -330,16 +330,17 @@ def pingpong_kernel(
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr, SLOT_BYTES: gl.constexpr,
     NORM: gl.constexpr, COUNT: gl.constexpr, GROUPED: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr,
-    STAGES: gl.constexpr, RING: gl.constexpr, BY_SLICE: gl.constexpr,
+    STAGES: gl.constexpr, RING: gl.constexpr, BY_SLICE: gl.constexpr, PAIRED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, MOVER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """All tiles of one weight [N, K], N and K multiples of the tile. dy: [T, N], x: [T, K], T at least 1.
 
     Arguments as `wgrad_kernel`; descriptors of weight, master and states have blocks of [64, 64] and see
     [E * N, K]. GROUPED: E experts, with offsets [E + 1]; else E is 1. SLOT_BYTES:
-    of one slot of the ring. RING: its slots, at least 4 if BY_SLICE. Launch with 4 warps.
+    of one slot of the ring. RING: its slots, at least 4 if BY_SLICE, even if PAIRED. Launch with 4 warps.
     """
     gl.static_assert(RING >= 4 or not BY_SLICE)
+    gl.static_assert(RING % 2 == 0 or not PAIRED)
     dy_buf = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, BLOCK_T, BLOCK_N], dy_desc.layout)
     x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], x_desc.layout)
     w_buf = dy_buf  # stands where there is no such part
@@ -397,7 +398,7 @@ def pingpong_kernel(
         (load_operands, (dy_desc, x_desc, operands, offsets_ptr, T, tiles, tiles_n, tiles_k, group, GROUPED,
                          BLOCK_N, BLOCK_K, BLOCK_T, STAGES)),
         (load_slots, (parts, ring, tiles, tiles_n, tiles_k, group, SLOT_BYTES, GROUPED, WEIGHT, MASTER, SLOTS,
-                      BLOCK_N, BLOCK_K, RING)),
+                      BLOCK_N, BLOCK_K, RING, PAIRED)),
         (store_slots, (parts, ring, tiles, tiles_n, tiles_k, group, GROUPED, WEIGHT, MASTER, SLOTS, BLOCK_N,
-                       BLOCK_K, RING)),
+                       BLOCK_K, RING, PAIRED)),
     ], [4, 1, 1, 1], [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS])  # fmt: skip

@@ -97,7 +97,8 @@ def gluon_source(
         stages, ring = pingpong_memory(config.stages, slot_bytes, stage_bytes)
         constants |= {
             "HYPERS": epilogue.hyper_length, "GROUPED": grouped, "SLOT_BYTES": slot_bytes,
-            "STAGES": stages, "RING": ring, "BY_SLICE": config.overlap and ring >= 4, **PINGPONG_REGISTERS,
+            "STAGES": stages, "RING": ring, "BY_SLICE": config.overlap and ring >= 4,
+            "PAIRED": config.paired and ring % 2 == 0, **PINGPONG_REGISTERS,
         }  # fmt: skip
         return types, constants, {"num_warps": 4, "maxnreg": constants.pop("maxnreg")}
     types |= {

@@ -50,6 +50,7 @@ TENSOR_ID = 13
 GEOMETRIES: dict[str, dict[str, TileConfig]] = {
     PINGPONG: {
         "turns": TileConfig(128, 128, 64, stages=4, form=PINGPONG),
+        "paired": TileConfig(128, 128, 64, stages=4, form=PINGPONG, paired=True),
         "overlap": TileConfig(128, 128, 64, stages=4, form=PINGPONG, overlap=True),
         "turns3": TileConfig(128, 128, 64, stages=3, form=PINGPONG),
         "overlap3": TileConfig(128, 128, 64, stages=3, form=PINGPONG, overlap=True),

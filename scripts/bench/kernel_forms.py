@@ -114,7 +114,7 @@ def timings(forms: Sequence[str], which: str) -> list[Timing]:
     shapes = [shape for shape, _ in LAYER]
     listed: list[Timing] = []
     for recipe in ("bf16", "int8", "fp8"):
-        for geometry in ("turns", "overlap"):
+        for geometry in ("paired", "turns", "overlap"):
             listed += [Timing(PINGPONG, geometry, group(s), "adamw", recipe, s, 512) for s in shapes]
         listed += [Timing(PORTABLE, "", 0, "adamw", recipe, s, 512) for s in shapes]
     for geometry in ("32x4", "64x3", "32x5"):
@@ -122,7 +122,7 @@ def timings(forms: Sequence[str], which: str) -> list[Timing]:
     listed += [Timing(PORTABLE, "", 0, "adamw", "bf16", s, 4096) for s in shapes]
     listed += [Timing(COOPERATIVE, "32x4", 8, "adamw", "bf16", s, 2048) for s in shapes]
     listed += [
-        Timing(PINGPONG, g, group(s), "adamw", "bf16", s, 2048) for s in shapes for g in ("turns", "overlap")
+        Timing(PINGPONG, g, group(s), "adamw", "bf16", s, 2048) for s in shapes for g in ("paired", "turns")
     ]
     for form, geometry in ((PINGPONG, "turns"), (COOPERATIVE, "32x4"), (PORTABLE, "")):
         for tokens in (512, 4096):
@@ -145,7 +145,7 @@ def timings(forms: Sequence[str], which: str) -> list[Timing]:
         for s in shapes[:1]
     ]
     for tokens in (256, 1024):
-        listed += [Timing(PINGPONG, "turns", group(s), "adamw", "bf16", s, tokens) for s in shapes]
+        listed += [Timing(PINGPONG, "paired", group(s), "adamw", "bf16", s, tokens) for s in shapes]
     listed += [Timing(COOPERATIVE, "32x4", 8, "adamw", "bf16", s, 1024) for s in shapes]
     listed += [Timing(COOPERATIVE, "32x4", 8, "adamw", "bf16", s, 8192) for s in shapes]
     return [timing for timing in dict.fromkeys(listed) if timing.form in forms]

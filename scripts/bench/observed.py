@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-MOST_KERNELS = 15
+MOST_KERNELS = 60
 
 
 def busy_time(step: Callable[[], object], steps: int) -> dict[str, Any]:
@@ -32,16 +32,19 @@ def busy_time(step: Callable[[], object], steps: int) -> dict[str, Any]:
         torch.cuda.synchronize()
     intervals: list[tuple[float, float]] = []
     by_name: dict[str, float] = defaultdict(float)
+    calls: dict[str, float] = defaultdict(float)
     for event in profiler.events() or ():
         if event.device_type != DeviceType.CUDA or getattr(event, "is_user_annotation", False):
             continue
         intervals.append((event.time_range.start, event.time_range.end))
         by_name[event.name] += event.time_range.elapsed_us() / 1e3 / steps
+        calls[event.name] += 1 / steps
     longest = sorted(by_name.items(), key=lambda item: -item[1])[:MOST_KERNELS]
     return {
         "busy_ms": union_length(intervals) / 1e3 / steps,
         "launches": len(intervals) / steps,
         "kernels_ms": {name[:120]: round(ms, 3) for name, ms in longest},
+        "kernels_calls": {name[:120]: round(calls[name], 1) for name, _ in longest},
     }
 
 

@@ -218,7 +218,9 @@ def recorded(model: Any, optimizer: Any) -> tuple[list[int], set[str], int]:
     optimizer.before_backward(0, torch.isfinite(loss.detach()))
     old = {name: param.detach().cpu() for name, param in model.named_parameters()}
     torch.cuda.synchronize()
-    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    # Without stacks: taking one while a recomputation that has all it needs is being left (an exception of
+    # PyTorch's own) loses that exception, in PyTorch 2.11.
+    torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
     try:
         loss.backward()
         torch.cuda.synchronize()

@@ -32,6 +32,7 @@ from titanforge.forge.plan import Kind, ParamPlan, keeps_logits
 from titanforge.forge.projections import Group, groups_of_linears, lay_side_by_side
 from titanforge.forge.ranks import Ranks
 from titanforge.forge.report import PlanLine, plan_report, switches_report
+from titanforge.forge.side_by_side import teach_inductor
 from titanforge.forge.sinks import Clock, Hyper, Sink
 from titanforge.forge.tied import TiedSink
 from titanforge.forge.weight_updates import WeightUpdates
@@ -150,6 +151,8 @@ class ForgeOptimizer(RuleOptimizer):
 
     def _fuse_projections(self, projections: Sequence[tuple[Group, Tensor]]) -> None:
         entries = {entry.name: entry for entry, _ in self._entries_with_family()}
+        if any(weight.is_cuda for _, weight in projections):
+            teach_inductor()
         for group, weight in projections:
             sinks, members = zip(*((self._sinks[name], entries[name]) for name in group.names))
             joint = JointSink(sinks, members, weight)

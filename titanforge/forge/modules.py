@@ -20,6 +20,7 @@ from titanforge.forge.joint import JointSink
 from titanforge.forge.linear import fused_linear
 from titanforge.forge.plan import Kind
 from titanforge.forge.projections import Group, hooked
+from titanforge.forge.side_by_side import SplitColumns
 from titanforge.forge.vector import Tap
 
 
@@ -244,7 +245,7 @@ def _merged_project(base: Any):
             return base.project(self, x, names)
         weight, handle, dtype = (getattr(self, name + suffix) for suffix in ("_data", "", "_dtype"))
         together = fused_linear(x, weight, None, handle, dtype)
-        return together.split([linear.weight.shape[0] for linear in linears], dim=-1)
+        return SplitColumns.apply(together, [linear.weight.shape[0] for linear in linears])
 
     return project
 

@@ -20,7 +20,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() or bool(unavailable(CUDA)), reason="needs a Hopper GPU"),
 ]
 OVERLAP = TileConfig(128, 128, 64, stages=4, group=8, form="pp2", overlap=True)
-CONFIGS = {"pp2": _PINGPONG, "pp2_overlap": OVERLAP, "coop": _COOPERATIVE}
+PAIRED = replace(_PINGPONG, paired=True)
+CONFIGS = {"pp2": _PINGPONG, "pp2_overlap": OVERLAP, "pp2_paired": PAIRED, "coop": _COOPERATIVE}
 TAKEN = [recipe for recipe in RECIPES if recipe != "fp8"]
 # fp8 states beside a bf16 weight: a weight in fp8 is for the portable form.
 RECIPES_OF_STATES = {
@@ -77,7 +78,7 @@ PORTABLE_CONFIG = TileConfig(128, 128, 64, split=2, warps=8)
 SHARES = (0, 1, 64, 63, 0, 200, 128, 0)
 
 
-@pytest.mark.parametrize("form", ["pp2", "pp2_overlap"])
+@pytest.mark.parametrize("form", ["pp2", "pp2_overlap", "pp2_paired"])
 @pytest.mark.parametrize("recipe", ["bf16", "int8", "int8_sr", "fp8_states", "master"])
 @pytest.mark.parametrize(("n", "k"), [(128, 256), (768, 2048)])
 def test_experts(form: str, recipe: str, n: int, k: int) -> None:

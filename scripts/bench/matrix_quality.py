@@ -59,11 +59,10 @@ from scripts.bench.matrix_arms import (
 from scripts.bench.peak_rates import best_rate, losses_of_rates, next_rate
 from scripts.bench.python_text import write_corpus
 
-MARGIN = 0.9  # of the time that is left, for what a short pace does not show
 ROUND_SHARE = 8  # one further rate of all arms may take an eighth of the time that is left
 RESTART = 15.0  # seconds: the last runs' start and the report
 # What may differ between two calls that go on with each other's arms. The text is told by what is in it.
-_NOT_SETTINGS = ("out", "arms", "eager", "seconds", "end", "devices", "in_process", "corpus")
+_NOT_SETTINGS = ("out", "arms", "eager", "margin", "seconds", "end", "devices", "in_process", "corpus")
 
 
 def settle(options: argparse.Namespace, places: Places) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def settle(options: argparse.Namespace, places: Places) -> dict[str, Any]:
     tell("rates tried", options)
     steps = options.steps or steps_that_fit(
         seconds,
-        options.end - time.perf_counter(),
+        options.margin * (options.end - time.perf_counter() - RESTART),
         evaluated=EVALUATIONS * options.validation_steps,
         devices=devices,
     )
@@ -269,7 +268,8 @@ def steps_that_fit(
 ) -> int:
     """Steps of each arm, if those of one device share it, and all are to end within `left` seconds.
 
-    seconds: of a step of each arm. evaluated: batches in all evaluations of an arm, a third of a step each.
+    seconds: of a step of each arm. left: what is planned with. evaluated: batches in all evaluations of an
+    arm, a third of a step each.
 
     Raises:
         SystemExit: there is time for fewer steps than evaluations.
@@ -277,12 +277,12 @@ def steps_that_fit(
     together = busiest(seconds, devices)
     if not together:
         raise SystemExit("no arm showed its pace: see the log.txt of runs/pace-* and runs/probe-*")
-    steps = int(MARGIN * (left - RESTART) / together - evaluated / 3)
+    steps = int(left / together - evaluated / 3)
     steps -= steps % EVALUATIONS
     if steps < EVALUATIONS:
         raise SystemExit(
-            f"{left:.0f} of --seconds are left, and a step of all arms takes {together:.2f} s: give it "
-            "more --seconds, or take fewer --arms or a smaller --batch"
+            f"{left:.0f} of --seconds are left to plan with, and a step of all arms takes {together:.2f} s: "
+            "give it more --seconds, or take fewer --arms or a smaller --batch"
         )
     return steps
 
@@ -301,6 +301,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--further", type=int, default=2, help="rates that each tries beside --lrs")
     found.add_argument("--steps", type=int, help="default: as many as fit into --seconds")
     found.add_argument("--seconds", type=float, default=470.0, help="for everything")
+    found.add_argument(
+        "--margin",
+        type=float,
+        default=0.9,
+        help="share of the time left to plan with; lower where others may use the GPU or the CPU too",
+    )
     found.add_argument("--batch", type=int, default=16, help="sequences of a step")
     found.add_argument("--seq-len", type=int, default=1024)
     found.add_argument("--validation-steps", type=int, default=32, help="batches; a quarter for a rate")

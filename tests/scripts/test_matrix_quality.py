@@ -123,9 +123,8 @@ def test_steps_fit_into_the_time_that_is_left() -> None:
     seconds = {"adamw": 0.1, "muon": 0.2, "dion-1": 0.5}
     devices = dict.fromkeys(seconds, 0)
     fits = matrix_quality.steps_that_fit
-    left = 100.0 + matrix_quality.RESTART
-    assert fits(seconds, left, evaluated=30, devices=devices) == 100  # 0.9 x 100 / 0.8, less a third of 30
-    assert fits(seconds, left, evaluated=0, devices={**devices, "dion-1": 1}) == 180
+    assert fits(seconds, 90.0, evaluated=30, devices=devices) == 100  # 90 / 0.8, less a third of 30
+    assert fits(seconds, 90.0, evaluated=0, devices={**devices, "dion-1": 1}) == 180
     with pytest.raises(SystemExit, match="--seconds"):
         fits(seconds, 5.0, evaluated=30, devices=devices)
 

@@ -16,6 +16,7 @@ OF_A_CELL = ("lr", "momentum", "rank_fraction", "error_feedback")
 _NOT_SETTINGS = (
     "output", "fit", "tune", "tune_steps", "cell_seconds", "seconds", "thresholds", "intervals", "cell",
     "match", "seed", "seeds", "beside", "compile", "graph", "together", "pace", "look",
+    "corpus_mib",
 )  # fmt: skip
 
 

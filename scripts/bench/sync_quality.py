@@ -10,8 +10,10 @@ Cells: every step, those of `--cell`, CurvaDion's RMMC at several thresholds, ea
 with the sync rate that it came to. `processes` are whole runs of train.py, a replica each on its own GPU (or
 CPU process); `threads` are replicas inside one process, with the same policies and optimizers around a bare
 training loop: as many as wanted on one device, nothing to be learnt about time. With `--beside` several cells
-of such threads run at the same time, each in a process of its own; with `--seconds` too they take as many
-steps, at most --steps, as let all cells of the first seed end in time. A cell that is done is not run again.
+of such threads run at the same time, each in a process of its own, dealt over the GPUs; with `--seconds` too
+they take as many steps, at most --steps, as let all cells of the first seed end in time. With `--together`
+all cells begin at once and go at one pace, and the number of steps is settled on the way. A cell that is done
+is not run again.
 One that takes longer than --cell-seconds, or goes on at the end of --seconds, is stopped and called
 unfinished; none is begun that would not end in time if it took as long as the longest so far. Writes
 cells/*.json, after each of them results.json and results.md, which names cells that have no result, and at
@@ -34,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.bench import sync_report  # noqa: E402
 from scripts.bench.peak_rates import at_edge, best_rate  # noqa: E402
+from scripts.bench.python_text import write_corpus  # noqa: E402
 from scripts.bench.sync_beside import go_beside  # noqa: E402
 from scripts.bench.sync_cells import (  # noqa: E402
     cell_file,
@@ -65,9 +68,9 @@ SIZES: dict[str, dict[str, Any]] = {
         "model": {"name": "gpt2", "flavor": "debugmodel_modern", "dim": 512, "n_layers": 12, "n_heads": 4},
         "batch": 32, "seq_len": 512, "lr": 5e-3,
     },
-    "gpt-5m": {  # the same architecture, for thousands of steps of many cells
+    "gpt-5m": {  # the same, for 3000 steps of many cells: with four replicas 20 tokens a weight, as CurvaDion
         "model": {"name": "gpt2", "flavor": "debugmodel_modern", "dim": 256, "n_layers": 6, "n_heads": 2},
-        "batch": 64, "seq_len": 256, "lr": 1e-2,
+        "batch": 32, "seq_len": 256, "lr": 1e-2,
     },
     "gpt-14m": {  # the same architecture, for several cells on one GPU
         "model": {"name": "gpt2", "flavor": "debugmodel_modern", "dim": 384, "n_layers": 8, "n_heads": 3},
@@ -205,6 +208,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--compile", action="store_true", help="blocks by torch.compile; threads alone")
     found.add_argument("--graph", action="store_true", help="steps as CUDA graphs; threads on a GPU alone")
     found.add_argument("--corpus", type=Path, help="JSON Lines for threads; default: the standard library")
+    found.add_argument(
+        "--corpus-mib", type=int, help="of this machine's Python sources, written to --corpus if not there"
+    )
     found.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after them")
     return found
 
@@ -223,9 +229,11 @@ def main(argv: list[str]) -> int:
         options.mode = "processes" if gpus > 1 and options.replicas <= gpus else "threads"
     if options.mode == "threads" and options.device == "cpu":
         torch.set_num_threads(1)
-    of_threads = ("beside", "compile", "corpus", "graph", "look", "together")
+    of_threads = ("beside", "compile", "corpus", "corpus_mib", "graph", "look", "together")
     if options.mode == "processes" and (given := [key for key in of_threads if getattr(options, key)]):
-        raise SystemExit(f"--mode threads alone has {', '.join('--' + key for key in given)}")
+        raise SystemExit(
+            f"--mode threads alone has {', '.join('--' + key.replace('_', '-') for key in given)}"
+        )
     if options.graph and options.device == "cpu":
         raise SystemExit("--graph: there is no CUDA device here")
     if options.look % 10:
@@ -236,6 +244,11 @@ def main(argv: list[str]) -> int:
         raise SystemExit("--beside plans steps by --seconds; --fit is for cells one after the other")
     options.output = options.output.absolute()
     options.output.mkdir(parents=True, exist_ok=True)
+    if options.corpus_mib:
+        options.corpus = (options.corpus or options.output / "corpus.jsonl").absolute()
+        if not options.corpus.exists():
+            told = write_corpus(options.corpus, options.corpus_mib << 20)
+            print(f"corpus: {told['documents']} files, {told['bytes'] / 2**20:.1f} MiB", flush=True)
     if options.mode == "processes":
         train_processes(go_through, options)
     elif options.beside:

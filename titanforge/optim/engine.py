@@ -299,7 +299,10 @@ class RuleOptimizer:
         for family, hyper in zip(self._families, self._table.tables()):
             if split.splits(family.rule):
                 if items := self._items(family):
-                    split.accumulate(family.rule, items, hyper, self._rng, self._nonfinite)
+                    if isinstance(family.rule, StateGlobalRule):
+                        family.elementwise(family.rule, items, hyper, self._rng, self._nonfinite)
+                    else:
+                        split.accumulate(family.rule, items, hyper)
                     release(items)
             elif whole:
                 self._update_family(family, hyper)

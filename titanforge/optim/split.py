@@ -12,11 +12,10 @@ from torch import Tensor
 from titanforge.optim.local_update import (
     LocalWeight,
     accumulate_states,
-    update_elementwise,
     update_weight_alone,
     write_copies,
 )
-from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
+from titanforge.optim.rule import LocalStateRule, UpdateRule
 
 
 class LocalStep(Protocol):
@@ -58,13 +57,8 @@ def splits(rule: UpdateRule) -> bool:
     )
 
 
-def accumulate(
-    rule: UpdateRule, items: Sequence[LocalWeight], hyper: Tensor, rng: Tensor, nonfinite: Tensor
-) -> None:
-    """A of a rule that splits."""
-    if isinstance(rule, StateGlobalRule):
-        update_elementwise(rule, items, hyper, rng, nonfinite)
-        return
+def accumulate(rule: UpdateRule, items: Sequence[LocalWeight], hyper: Tensor) -> None:
+    """A of an elementwise rule that splits; that of other rules is their elementwise pass."""
     assert isinstance(rule, LocalStateRule)
     for item in items:
         accumulate_states(rule, item, hyper[item.hyper_row])

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "--keep-logits", action="store_true", help="of the fused arms' head, as forge.keep_logits"
     )
     parser.add_argument(
-        "--merge-projections", action="store_true",
+        "--merge-projections", action=argparse.BooleanOptionalAction, default=True,
         help="of the fused arms, as forge.merge_projections",
     )  # fmt: skip
     parser.add_argument("--cell-timeout", type=float, default=240.0, help="seconds for one method")

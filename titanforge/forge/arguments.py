@@ -34,7 +34,7 @@ class Steps:
     max_norm: float = 0.0
     undo: bool = False
     keep_logits: bool = False
-    merge_projections: bool = False
+    merge_projections: bool = True
 
     def __post_init__(self) -> None:
         check_integer("Steps.micro_batches (by training.global_batch_size)", self.micro_batches, 1)

@@ -155,9 +155,7 @@ def preview(
         for name, one in covered.items()
     ]
     merged = groups_of_linears(model, covered, plans, apart) if steps.merge_projections else []
-    switches = switches_report(
-        lines, merged, keep_logits=steps.keep_logits, merge_projections=steps.merge_projections
-    )
+    switches = switches_report(lines, merged, keep_logits=steps.keep_logits)
     return Preview(lines, switches)
 
 

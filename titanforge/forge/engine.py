@@ -73,13 +73,13 @@ class ForgeOptimizer(RuleOptimizer):
         captured: Mapping[str, Reader] | None = None,
         ranks: Ranks | None = None,
         update_in_backward: bool = True,
-        merge_projections: bool = False,
+        merge_projections: bool = True,
     ) -> None:
         super().__init__(groups, recipe, seed=seed, captured=captured)
         self._model = model
         self._ranks = ranks or Ranks()
         self._plans = plans
-        self._keep_logits, self._merge_projections = keep_logits, merge_projections
+        self._keep_logits = keep_logits
         self._kinds: dict[str, Kind] = {name: one.placement.kind for name, one in covered.items()}
         self._micro_batches = micro_batches
         self._clip = LaggedClip(max_norm, self._device)
@@ -218,7 +218,6 @@ class ForgeOptimizer(RuleOptimizer):
             self.plan,
             [projection.group for projection in self._projections],
             keep_logits=self._keep_logits,
-            merge_projections=self._merge_projections,
         )
         parts = (plan_report(self.plan, self._model), *switches, super().report())
         return "\n".join(filter(None, parts))

@@ -47,24 +47,19 @@ def unkept_logits(lines: Sequence[PlanLine]) -> str:
 
 
 def merged_projections(groups: Sequence[Group]) -> str:
-    """What `forge.merge_projections = true` does: which linears are multiplied together, or that none are."""
+    """Which linears `forge.merge_projections` multiplies together, if any."""
     if not groups:
-        return (
-            "forge.merge_projections = true has no effect: no linears of one input are all fused on one "
-            "device, without bias or hook"
-        )
+        return ""
     kinds = sorted({"+".join(group.attributes) for group in groups})
     return f"  {len(groups)} groups of linears of one input ({', '.join(kinds)}) are multiplied as one"
 
 
-def switches_report(
-    lines: Sequence[PlanLine], groups: Sequence[Group], *, keep_logits: bool, merge_projections: bool
-) -> list[str]:
-    """What the `[forge]` switches that are on do to this plan, or that they do nothing; dry runs say so too.
+def switches_report(lines: Sequence[PlanLine], groups: Sequence[Group], *, keep_logits: bool) -> list[str]:
+    """What the `[forge]` switches that are on do to this plan; dry runs say so too.
 
     groups: of `groups_of_linears`; none where `merge_projections` is off.
     """
-    told = [merged_projections(groups)] if merge_projections else []
+    told = [merged_projections(groups)]
     told += [unkept_logits(lines)] if keep_logits else []
     return [line for line in told if line]
 

@@ -165,8 +165,7 @@ class Forge:
     of the head's four less, for tokens x vocabulary x 2 bytes (bf16) more at the peak (twice, of a head that
     shares its weight with the embedding). Without effect, which the plan then says, where the head's
     micro-batches are stashed or ranks share it."""
-    merge_projections: bool = False
+    merge_projections: bool = True
     """Multiply fused linears that share their input (q, k and v; gate and up) as one, their weights side by
     side in memory: fewer and larger products, and their input's gradient is summed in fp32 where the ordinary
-    engine adds products in the model's dtype. On one device. Experimental: see
-    docs/forge.md."""
+    engine adds products in the model's dtype. On one device; the plan says how many groups there are."""

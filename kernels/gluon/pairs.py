@@ -97,17 +97,23 @@ def row_largest(x, CODEC: gl.constexpr):
 
 
 @jit
+def load_pairs(buf, CODEC: gl.constexpr, LAYOUT: gl.constexpr):
+    """fp32 [64, 64] of the codes of a byte that lie in shared memory, without their scale."""
+    PAIRS: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
+        [], [64, 32],
+    )  # fmt: skip
+    low, high = decode_pairs(pair_view(buf).load(PAIRS), CODEC)
+    return gl.convert_layout(gl.join(low, high).reshape((64, 64)), LAYOUT, assert_trivial=True)
+
+
+@jit
 def load_slice(buf, scale, CODEC: gl.constexpr, LAYOUT: gl.constexpr):
     """fp32 [64, 64] of what lies in shared memory."""
     if (CODEC & KIND) == 0:
         x = decode(buf.load(LAYOUT), scale, CODEC)
     else:
-        PAIRS: gl.constexpr = gl.DistributedLinearLayout(
-            [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
-            [], [64, 32],
-        )  # fmt: skip
-        low, high = decode_pairs(pair_view(buf).load(PAIRS), CODEC)
-        x = gl.convert_layout(gl.join(low, high).reshape((64, 64)), LAYOUT, assert_trivial=True)
+        x = load_pairs(buf, CODEC, LAYOUT)
         x = scaled(x, scale, CODEC)
     return x
 

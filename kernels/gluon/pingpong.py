@@ -30,6 +30,7 @@ from titanforge.kernels.gluon._gluon import (
 )
 from titanforge.kernels.gluon.movers import load_operands, load_slots, place_of, store_slots
 from titanforge.kernels.gluon.pairs import load_slice, nothing_met, store_scales, store_slice
+from titanforge.kernels.gluon.row_scales import load_both, own_place, store_both
 from titanforge.kernels.gluon.slices import (
     accumulator_lanes,
     accumulator_words,
@@ -132,11 +133,12 @@ def update_slice(
     unknown_zero, turns, op, piece, WID: gl.constexpr, EPILOGUE: gl.constexpr, HYPERS: gl.constexpr,
     SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
-    RING: gl.constexpr, BY_SLICE: gl.constexpr,
+    RING: gl.constexpr, BY_SLICE: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     """Epilogue of one slice, on what the ring holds of it. Returns what `store_slice` does.
 
     write: the slice is applied. rescale: it is not, but the scale of whole-tensor codecs moves on.
+    JOINT: both states' scales are found at once, and what is the first one's stands for both.
     first_row, first_column: of the slice in the whole weight, for random bits; unknown_zero: as
     `philox.lanes`.
     """
@@ -157,11 +159,15 @@ def update_slice(
             w = load_slice(w_buf.index(slot), 0.0, W_CODEC, layout)
         else:
             w = g
-        if SLOTS >= 1:
+        if JOINT:
+            s0, s1 = load_both(s0_buf.index(slot), s1_buf.index(slot), s0_scale, g, S0_CODEC, S1_CODEC)
+        elif SLOTS >= 1:
             s0 = load_slice(s0_buf.index(slot), s0_scale, S0_CODEC, layout)
         else:
             s0 = g
-        if SLOTS >= 2:
+        if JOINT:
+            s1 = s1
+        elif SLOTS >= 2:
             s1 = load_slice(s1_buf.index(slot), s1_scale, S1_CODEC, layout)
         else:
             s1 = g
@@ -175,13 +181,16 @@ def update_slice(
         s1_lane = 0
         if (W_CODEC | S0_CODEC | S1_CODEC) & RANDOM:
             w_lane, s0_lane, s1_lane = accumulator_lanes(words, unknown_zero, layout)
+        # Before the weights: their codes then wait for no other's.
+        if JOINT:
+            s0_largest = store_both(s0_buf.index(slot), s1_buf.index(slot), s0, s1, S0_CODEC, S1_CODEC)
         if MASTER:
             master_buf.index(slot).store(w)
         if WEIGHT:
             _largest = store_slice(w_buf.index(slot), w, w_lane, 0.0, 0.0, W_CODEC)
-        if SLOTS >= 1:
+        if SLOTS >= 1 and not JOINT:
             s0_largest = store_slice(s0_buf.index(slot), s0, s0_lane, s0_next, s0_largest, S0_CODEC)
-        if SLOTS >= 2:
+        if SLOTS >= 2 and not JOINT:
             s1_largest = store_slice(s1_buf.index(slot), s1, s1_lane, s1_next, s1_largest, S1_CODEC)
     # Two conditions: the first is decided at compile time.
     if (S0_CODEC & KIND) == TENSORWISE or (S1_CODEC & KIND) == TENSORWISE:  # noqa: SIM102
@@ -194,8 +203,12 @@ def update_slice(
                 s1_largest = store_slice(s1_buf.index(slot), old, 0, s1_next, s1_largest, S1_CODEC)
     fence_async_shared()
     mbarrier.arrive(updated.index(slot), count=1)
-    store_scales(s0_meta_ptr, s0_offsets, s0_largest, write, S0_CODEC)
-    store_scales(s1_meta_ptr, s1_offsets, s1_largest, write, S1_CODEC)
+    if JOINT:
+        second, _row = own_place()
+        gl.store(gl.where(second != 0, s1_meta_ptr, s0_meta_ptr) + s0_offsets, s0_largest, mask=write)
+    else:
+        store_scales(s0_meta_ptr, s0_offsets, s0_largest, write, S0_CODEC)
+        store_scales(s1_meta_ptr, s1_offsets, s1_largest, write, S1_CODEC)
     return s0_largest, s1_largest
 
 
@@ -226,8 +239,21 @@ def consume(
     apply = gl.load(h_ptr) != 0
     s0_next = next_scale_of(s0_meta_ptr, S0_CODEC)
     s1_next = next_scale_of(s1_meta_ptr, S1_CODEC)
-    s0_largest = nothing_met(SLICE, S0_CODEC)
-    s1_largest = nothing_met(SLICE, S1_CODEC)
+    # Two states of block codecs: what is the first one's stands for both, see `row_scales`.
+    JOINT: gl.constexpr = (
+        ((W_CODEC | S0_CODEC | S1_CODEC) & RANDOM) == 0
+        and (S0_CODEC & KIND) == BLOCKWISE
+        and (S1_CODEC & KIND) == BLOCKWISE
+    )
+    if JOINT:
+        second, rows = own_place()
+        scales = gl.where(second != 0, s1_meta_ptr, s0_meta_ptr)
+        OWN: gl.constexpr = rows.type.layout
+        s0_largest = gl.zeros([128], gl.float32, OWN)
+        s1_largest = 0.0
+    else:
+        s0_largest = nothing_met(SLICE, S0_CODEC)
+        s1_largest = nothing_met(SLICE, S1_CODEC)
     op = 1 - WID  # a fresh barrier lets the first consumer pass; the second waits for the first
     # Steps of all tiles before this one, which say where the ring of operands stands.
     position = 0
@@ -241,8 +267,12 @@ def consume(
         first_row = (expert * tiles_n + i) * BLOCK_N
         # The first slice's scales come before the mainloop, the others' a slice ahead: none is waited for.
         offsets = (first_row + rows) * scale_stride + j * (BLOCK_K // 64)
-        s0_scale = scale_at(s0_meta_ptr, offsets, S0_CODEC)
-        s1_scale = scale_at(s1_meta_ptr, offsets, S1_CODEC)
+        if JOINT:
+            s0_scale = gl.load(scales + offsets)
+            s1_scale = 0.0
+        else:
+            s0_scale = scale_at(s0_meta_ptr, offsets, S0_CODEC)
+            s1_scale = scale_at(s1_meta_ptr, offsets, S1_CODEC)
 
         if GROUPED:
             step = position
@@ -284,14 +314,18 @@ def consume(
         # spilling.
         for piece in range(4):
             after = offsets + gl.where(piece % 2 == 0, 1, gl.where(piece == 1, 64 * scale_stride - 1, 0))
-            next_s0_scale = scale_at(s0_meta_ptr, after, S0_CODEC)
-            next_s1_scale = scale_at(s1_meta_ptr, after, S1_CODEC)
+            if JOINT:
+                next_s0_scale = gl.load(scales + after)
+                next_s1_scale = 0.0
+            else:
+                next_s0_scale = scale_at(s0_meta_ptr, after, S0_CODEC)
+                next_s1_scale = scale_at(s1_meta_ptr, after, S1_CODEC)
             s0_largest, s1_largest = update_slice(
                 g00 if MOVE_UP else pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale, s0_scale,
                 s1_scale, s0_next, s1_next, s0_largest, s1_largest, offsets, offsets, ring, s0_meta_ptr,
                 s1_meta_ptr, h_ptr, numbers, rng_ptr, tensor_id, first_row + piece // 2 * 64,
                 j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op, piece, WID, EPILOGUE, HYPERS,
-                SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
+                SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE, JOINT,
             )  # fmt: skip
             offsets = after
             s0_scale = next_s0_scale

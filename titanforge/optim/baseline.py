@@ -15,8 +15,9 @@ from torch import Tensor
 from titanforge.kernels.codecs import plain_codec
 from titanforge.optim.elementwise import SGD
 from titanforge.optim.links import DataLinks
+from titanforge.optim.owners import OwnedWeights
 from titanforge.optim.param_groups import ParamGroupSpec
-from titanforge.optim.placement import local_tensor
+from titanforge.optim.placement import address_of, local_tensor
 from titanforge.optim.rule import UpdateRule
 from titanforge.optim.states import load_states, new_state
 
@@ -52,6 +53,7 @@ class TorchOptimizer:
         self._params = [
             (name, param) for group in self.groups for name, param in zip(group.names, group.params)
         ]
+        self._owned = OwnedWeights(self.groups)
         self._device = self._params[0][1].device
         self._locals = [local_tensor(param.detach()) for _, param in self._params]
         self._optimizer = self._build(self._rule)
@@ -159,10 +161,13 @@ class TorchOptimizer:
     @torch.no_grad()
     def step(self, apply_flag: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
         """Update in place; see `RuleOptimizer.step`. `foreach` and `for-loop` wait for `apply_flag`."""
+        self._owned.check()
         if not self._fused and apply_flag is not None and not bool(apply_flag):
             return
         gradients = []
         for (_, param), local in zip(self._params, self._locals):
+            if address_of(param) != local.data_ptr():  # it has moved, as padded shards do that FSDP loads
+                local.data = local_tensor(param.detach())
             local.grad = None if param.grad is None else local_tensor(param.grad)
             if local.grad is not None and local.numel() > 0:
                 gradients.append(local.grad)

@@ -15,6 +15,7 @@ from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.matrix import MatrixRule
 from titanforge.optim.matrix_options import DionOptions, DobbOptions, MatrixOptions, MuonOptions
 from titanforge.optim.orthonormal import noise_bytes
+from titanforge.optim.owners import note_owners
 from titanforge.optim.param_groups import (
     ParamGroupSpec,
     PatternGroup,
@@ -153,9 +154,10 @@ def build_groups(
         beside = RuleOptions(rule, _values(scalar, lr, options.momentum))
     named, roles = named_trainable_parameters(model)
     parts = matrix_parts(model, options.per_head)
-    return build_param_groups(
+    groups = build_param_groups(
         named, main, options.param_groups, scalar=beside, roles=roles, parts=parts, partial=partial
     )
+    return note_owners(model, groups)
 
 
 def check_storage(groups: Sequence[ParamGroupSpec], options: OptimizerOptions, training_dtype: str) -> None:

@@ -25,6 +25,7 @@ from titanforge.optim.local_update import (
     update_state_global,
     write_copies,
 )
+from titanforge.optim.owners import AGAIN, OwnedWeights
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.placement import is_cut, local_tensor
 from titanforge.optim.replica_factors import FactoredRule, Mean, update_by_factors
@@ -72,6 +73,7 @@ class RuleOptimizer:
         self._device = devices.pop()
         if self._device.type == "meta":
             raise ValueError("build the optimizer after the model has been given memory (it is on meta)")
+        self._owned = OwnedWeights(self.groups)
         self._families = [new_family(members, recipe) for members in by_rule(self.groups)]
         self._table = HyperTable(
             [(family.rule, [group.options for group in family.groups]) for family in self._families],
@@ -166,7 +168,16 @@ class RuleOptimizer:
         return self.capture is None or not self.capture.refreshing
 
     def begin_captured_step(self, num_micro_batches: int) -> None:
-        """Host side of a step whose device side ends in `apply_step`: before it is captured or replayed."""
+        """Host side of a step whose device side ends in `apply_step`: before it is captured or replayed.
+
+        Raises RuntimeError where a weight has moved since an earlier step.
+        """
+        for entry in self._all_entries():
+            if entry.moved:
+                raise RuntimeError(
+                    f"the weight {entry.name!r} moved (.data was assigned?) {AGAIN}; what was captured "
+                    "(compile.cuda_graph = true) does not follow"
+                )
         self.begin_step(num_micro_batches)
         self.prepare_step()
 
@@ -192,6 +203,7 @@ class RuleOptimizer:
             be the same on all ranks.
         grad_scale: scalar on the device that multiplies every gradient (the clip factor).
         The host never waits for the device, but for one read of the step count every few hundred steps.
+        Raises RuntimeError where the model has other weights by now, or where one with an fp32 master moved.
         """
         if self._device.type == "cpu" and apply_flag is not None and not bool(apply_flag):
             return  # the flag is in host memory anyway
@@ -199,7 +211,11 @@ class RuleOptimizer:
         self.apply_step(apply_flag, grad_scale)
 
     def prepare_step(self) -> None:
-        """Host side of `step`: call it before each replay of a graph that captured `apply_step`."""
+        """Host side of `step`: call it before each replay of a graph that captured `apply_step`.
+
+        Raises RuntimeError where the model has other weights by now (see `OwnedWeights`).
+        """
+        self._owned.check()
         self._table.prepare(
             [[group.options["lr"] * self._lr_factor for group in family.groups] for family in self._families]
         )

@@ -12,8 +12,9 @@ from titanforge.kernels.codecs import Codec
 from titanforge.optim.batches import BatchList
 from titanforge.optim.elementwise_pass import ElementwisePass
 from titanforge.optim.local_update import LocalWeight
+from titanforge.optim.owners import AGAIN
 from titanforge.optim.param_groups import ParamGroupSpec
-from titanforge.optim.placement import is_cut, local_tensor
+from titanforge.optim.placement import address_of, is_cut, local_tensor
 from titanforge.optim.replica_factors import pays
 from titanforge.optim.rule import UpdateRule
 from titanforge.optim.states import (
@@ -76,19 +77,29 @@ class Entry:
         )
 
     def current(self) -> LocalWeight:
-        """`item`, the same object at every step as long as the weight stays where it is."""
-        param, gradient = self.param, self.param.grad
-        if isinstance(param, DTensor):
-            address = param._local_tensor.data_ptr()
-            gradient = None if gradient is None else local_tensor(gradient)
-        else:
-            address = param.data_ptr()
+        """`item`, the same object at every step as long as the weight stays where it is.
+
+        Raises RuntimeError for a weight that moved and has a master, which is of the weight that it was.
+        """
+        gradient, address = self.param.grad, address_of(self.param)
+        if isinstance(gradient, DTensor):
+            gradient = local_tensor(gradient)
         held = self._held
         if held is None or address != self._held_address:
+            if held is not None and self.master is not None:
+                raise RuntimeError(
+                    f"the weight {self.name!r} moved (.data was assigned?) {AGAIN}, or write into the weight "
+                    "in place and call refresh_master_weights: its fp32 master is of the former one"
+                )
             held = self._held = self.item()
             self._held_address = address
         held.gradient = gradient
         return held
+
+    @property
+    def moved(self) -> bool:
+        """Whether the weight lies elsewhere than in the last step."""
+        return self._held is not None and address_of(self.param) != self._held_address
 
 
 def release(items: Sequence[LocalWeight]) -> None:

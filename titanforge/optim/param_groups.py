@@ -50,6 +50,7 @@ class ParamGroupSpec:
     """Weights that share a rule and its options. `options["lr"]` is the peak rate.
 
     parts: by name, the matrices of equal height that a weight is made of; 1 where it is not in here.
+    owners: by name, the modules that have a weight, and under which attribute (see `note_owners`).
     """
 
     name: str
@@ -58,6 +59,7 @@ class ParamGroupSpec:
     names: list[str] = field(default_factory=list)
     params: list[nn.Parameter] = field(default_factory=list)
     parts: dict[str, int] = field(default_factory=dict)
+    owners: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict, repr=False)
 
     @property
     def num_parameters(self) -> int:

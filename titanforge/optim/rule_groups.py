@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from titanforge.optim.owners import note_owners
 from titanforge.optim.param_groups import (
     ParamGroupSpec,
     RuleOptions,
@@ -57,7 +58,8 @@ def groups_of_rule(
         scalar = RuleOptions(build_rule("AdamW", key="optimizer.scalar.name"), beside)
     named, roles = named_trainable_parameters(model)
     main = RuleOptions(rule, values)
-    return build_param_groups(named, main, scalar=scalar, roles=roles, parts=matrix_parts(model))
+    groups = build_param_groups(named, main, scalar=scalar, roles=roles, parts=matrix_parts(model))
+    return note_owners(model, groups)
 
 
 def not_a_rule(given: object) -> str:

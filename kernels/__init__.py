@@ -6,6 +6,7 @@
     embedding   the same for embedding rows
     flat        the same epilogues over many tensors whose gradients lie in memory
     config      which tile shape a launch takes; `autotune` finds a better one
+    forms       of the weight-gradient kernel; `check_forms` checks the Hopper ones on a card
 
 Nothing here knows of models, modules or meshes: tensors in, tensors changed in place.
 """

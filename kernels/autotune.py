@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from titanforge.kernels.codecs import Encoded, allocate, encode_, fp8_scale, get_codec
-from titanforge.kernels.config import TileConfig, candidate_configs, device_name, remember_config, shape_key
+from titanforge.kernels.config import TileConfig, candidate_configs, remember_config, shape_key
 from titanforge.kernels.epilogues import Epilogue
+from titanforge.kernels.machine_cache import device_name
 from titanforge.kernels.timing import replay_time
 from titanforge.kernels.wgrad import fused_wgrad_update
 

@@ -5,11 +5,8 @@ machine.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,6 +22,7 @@ from titanforge.kernels.forms import (
     unavailable,
     untried,
 )
+from titanforge.kernels.machine_cache import add_entry, cache_path, device_name
 
 
 @dataclass(frozen=True)
@@ -89,19 +87,6 @@ _COOPERATIVE = TileConfig(128, 256, 32, group=8, split=4, warps=8, stages=4, for
 _WIDE_ROWS = 8192  # from this many columns on, tiles are walked in groups of rows
 
 
-def cache_path() -> Path:
-    """File of tuned configurations: `$TITANFORGE_CACHE_DIR/tiles.json`, by default under
-    `~/.cache/titanforge`.
-    """
-    folder = os.environ.get("TITANFORGE_CACHE_DIR") or Path.home() / ".cache" / "titanforge"
-    return Path(folder) / "tiles.json"
-
-
-def device_name(device: torch.device) -> str:
-    """The card's name, under which its tuned configurations are kept."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def shape_key(name: str, n: int, k: int, tokens: int, dtype: torch.dtype, codecs: str) -> str:
     """Key of the cache. Tokens are taken to the next power of two, so that near batch sizes share an
     entry.
@@ -123,18 +108,6 @@ def remember_config(key: str, config: TileConfig) -> None:
     """Add one entry to the cache file."""
     add_entry(cache_path(), key, asdict(config))
     _tuned.cache_clear()
-
-
-def add_entry(path: Path, key: str, entry: dict[str, Any] | None) -> None:
-    """Put one entry into a JSON file of them. Written aside and renamed, so that a reader never sees half of
-    it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entries = json.loads(path.read_text()) if path.exists() else {}
-    entries[key] = entry
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    aside.write_text(json.dumps(entries, indent=1, sort_keys=True))
-    aside.replace(path)
 
 
 def choose_config(
@@ -163,7 +136,7 @@ def choose_config(
         key = shape_key(device_name(device), n, k, tokens, dtype, codecs)
         found = tuned.get(key)
         # An entry outlives the Triton that it was measured with.
-        runs = found is not None and (found.form == PORTABLE or not untried())
+        runs = found is not None and (found.form == PORTABLE or not untried(found.form, device))
         if found is not None and (asked == found.form or (asked == AUTO and runs)):
             return found
     form = form or form_for(tokens, device)
@@ -203,9 +176,11 @@ def candidate_configs(dtype: torch.dtype, device: torch.device) -> list[TileConf
         for group in (1, 8)
         for stages in (3, 4)
     ] + [_SMALL]
-    if unavailable(device) or (untried() and selected_form() in (AUTO, PORTABLE)):
+    if unavailable(device):
         return portable
     groups = (1, 4, 8)
     ways = ({}, {"overlap": True}, {"paired": True})
-    pingpong = [replace(_PINGPONG, group=group, **way) for group in groups for way in ways]
-    return [*pingpong, *[replace(_COOPERATIVE, group=group) for group in groups], *portable]
+    others = [replace(_PINGPONG, group=group, **way) for group in groups for way in ways]
+    others += [replace(_COOPERATIVE, group=group) for group in groups]
+    named = selected_form() not in (AUTO, PORTABLE)
+    return [*[config for config in others if named or not untried(config.form, device)], *portable]

@@ -10,13 +10,16 @@ take (a ragged shape, experts in coop) runs in the portable form.
 
 from __future__ import annotations
 
+import json
 import logging
 from functools import cache
+from pathlib import Path
 
 import torch
 
 from titanforge.kernels._triton import HAS_TRITON, triton
 from titanforge.kernels.gluon._gluon import GLUON_ERROR
+from titanforge.kernels.machine_cache import cache_path, device_name
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +63,34 @@ def unavailable(device: torch.device) -> str:
     return ""
 
 
-def untried() -> str:
-    """Why `auto` passes the Gluon forms by although they could run; empty where it does not."""
+def untried(form: str, device: torch.device) -> str:
+    """Why `auto` passes a Gluon form by although it could run; empty where it does not."""
     known = _not_run()
-    return f"{known}: to take it all the same, name it in forge.kernel" if known else ""
+    if not known or form in checked_forms(device):
+        return ""
+    return (
+        f"{known}: `python -m titanforge.kernels.check_forms` checks it on this card, and then auto takes "
+        "it; or name it in forge.kernel"
+    )
+
+
+def checked_path() -> Path:
+    """File of the forms that `check_forms` found right on this machine, beside the tuned configurations."""
+    return cache_path().with_name("forms.json")
+
+
+def checked_key(device: torch.device) -> str:
+    """Key of that file: the card and the release of Triton, all of it."""
+    return f"{device_name(device)}/triton {triton.__version__}"
+
+
+@cache
+def checked_forms(device: torch.device) -> tuple[str, ...]:
+    """The forms that were checked on such a card with this release of Triton."""
+    try:
+        return tuple(json.loads(checked_path().read_text()).get(checked_key(device), ()))
+    except FileNotFoundError:
+        return ()
 
 
 def _not_run() -> str:
@@ -103,10 +130,10 @@ def form_for(tokens: int, device: torch.device) -> str:
         return _selected
     if device.type != "cuda" or not HAS_TRITON or not AUTO_FORMS:
         return PORTABLE
-    if reason := unavailable(device) or untried():
+    form = PINGPONG if tokens <= FEW_TOKENS else COOPERATIVE
+    if reason := unavailable(device) or untried(form, device):
         say_once(f"fused updates run in the portable form of their kernel: a faster one cannot ({reason})")
         return PORTABLE
-    form = PINGPONG if tokens <= FEW_TOKENS else COOPERATIVE
     return form if form in AUTO_FORMS else PORTABLE
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from titanforge.kernels._triton import INTERPRET, cdiv, next_power_of_2
-from titanforge.kernels.config import add_entry, cache_path, device_name
+from titanforge.kernels.machine_cache import add_entry, cache_path, device_name
 
 
 @dataclass(frozen=True)

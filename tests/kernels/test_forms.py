@@ -30,6 +30,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def unselected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(forms, "_said", set())
+    monkeypatch.setattr(forms, "checked_forms", lambda device: ())
     yield
     select_form(AUTO, CPU)
 
@@ -39,7 +40,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the CPU were a Hopper card, where only the choice is made and nothing is launched."""
     monkeypatch.setattr(forms, "unavailable", lambda device: "")
     monkeypatch.setattr(launch, "unavailable", lambda device: "")
-    monkeypatch.setattr(forms, "untried", lambda: "")
+    monkeypatch.setattr(forms, "untried", lambda form, device: "")
 
 
 def target(n: int, k: int, weight: torch.dtype = torch.bfloat16) -> Target:
@@ -101,13 +102,13 @@ def test_auto_leaves_the_hopper_forms_alone_with_a_triton_that_they_were_not_tri
         with caplog.at_level(logging.WARNING, logger="titanforge.kernels.forms"):
             assert forms.form_for(512, CUDA) == form
     (said,) = [record.message for record in caplog.records]
-    assert "not tried with Triton 3.6: to take it all the same, name it in forge.kernel" in said
+    assert "not tried with Triton 3.6: `python -m titanforge.kernels.check_forms` checks it" in said
     caplog.clear()
     monkeypatch.setattr(forms, "triton", SimpleNamespace(__version__="3.9.0"))
     for _ in range(2):
         assert forms.form_for(512, CUDA) == PORTABLE
     (said,) = [record.message for record in caplog.records]
-    assert "compiles but has not run on a GPU with Triton 3.9: to take it all the same" in said
+    assert "compiles but has not run on a GPU with Triton 3.9: `python -m titanforge" in said
 
 
 def on_a_card_with(monkeypatch: pytest.MonkeyPatch, release: str) -> None:

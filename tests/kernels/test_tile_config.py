@@ -11,8 +11,9 @@ import torch
 from titanforge.kernels import config as config_module
 from titanforge.kernels._triton import INTERPRET
 from titanforge.kernels.autotune import autotune
-from titanforge.kernels.config import TileConfig, cache_path, candidate_configs, choose_config
+from titanforge.kernels.config import TileConfig, candidate_configs, choose_config
 from titanforge.kernels.epilogues import get_epilogue
+from titanforge.kernels.machine_cache import cache_path
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="interpreted kernels have one configuration")
 CPU = torch.device("cpu")

@@ -54,6 +54,13 @@ def temporary(folder: Path) -> Path:
     return folder.with_name(folder.name + ".tmp")
 
 
+def make_empty(folder: Path) -> None:
+    """Create a folder, or clear the one of that name."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
 def list_steps(folder: Path) -> list[int]:
     """Steps of all ``step-N`` folders, complete or not, ascending."""
     return _numbered(folder, _STEP_FOLDER)

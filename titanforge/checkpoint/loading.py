@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from titanforge.checkpoint import dcp_format, huggingface, json_state, safetensors_format
 from titanforge.checkpoint.layout import (
+    MARKER,
     STATE,
     CheckpointError,
     list_exports,
@@ -145,6 +146,22 @@ def newest_usable(
             f"checkpoint.folder. {way_out}"
         )
     return None, skipped
+
+
+def kind_of(path: Path) -> str:
+    """What `checkpoint.initial_load_path` names: "step", "folder" of steps, or "weights"."""
+    if safetensors_format.weight_files(path):
+        return "weights"
+    if (path / MARKER).exists():
+        return "step"
+    if list_steps(path):
+        return "folder"
+    if not path.exists():
+        raise FileNotFoundError(f"checkpoint.initial_load_path = {str(path)!r} does not exist.")
+    raise ValueError(
+        f"checkpoint.initial_load_path = {str(path)!r} is neither a titanforge checkpoint nor safetensors. "
+        "Weights of other programs are read from .safetensors alone, because other formats can run code."
+    )
 
 
 def read_checkpoint(

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titanforge.checkpoint import huggingface, json_state, layout, loading, safetensors_format
+from titanforge.checkpoint import huggingface, json_state, layout, loading
 from titanforge.checkpoint.dcp_format import MarkedWriter, explain
+from titanforge.checkpoint.export import DTYPES, export_weights
 from titanforge.checkpoint.layout import CheckpointError
 from titanforge.checkpoint.loading import RANK_PARTS, TENSOR_PARTS, distinct, on_main
 from titanforge.checkpoint.staging import HostStager
@@ -27,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 _PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
-_EXPORT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class CheckpointSettings(Protocol):
@@ -143,7 +141,16 @@ class CheckpointManager:
         self.maybe_wait()
         seed = self.settings.create_seed_checkpoint
         if last and self.settings.last_save_model_only and not seed:
-            self._export(step, state() if callable(state) else state)
+            export_weights(
+                self.folder,
+                (state() if callable(state) else state)["model"],
+                step=step,
+                dtype=DTYPES[self.settings.export_dtype],
+                config_toml=self._config_toml,
+                group=self._group,
+                form=self._form if self.settings.last_save_in_hf else None,
+                assets=self._assets,
+            )
             return True
         if step == self._saved_step:
             return False
@@ -154,7 +161,7 @@ class CheckpointManager:
                 shared[part] = functools.reduce(json_state.merge, held)
         final = layout.step_folder(self.folder, step)
         written = layout.temporary(final)
-        on_main(self._group, lambda: _make_empty(written))
+        on_main(self._group, lambda: layout.make_empty(written))
         writer = MarkedWriter(
             written,
             final,
@@ -236,81 +243,6 @@ class CheckpointManager:
             )
         return HostStager(pin=pinned and on_gpu)
 
-    def _with_others(self, own: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """All weights by name, on meta if this rank has none of it; and the first rank that holds each."""
-        facts = {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in own.items()}
-        tensors, holders = {}, {}
-        for rank, held in distinct(facts, self._group).items():
-            for name, (shape, dtype) in held.items():
-                if name not in holders:
-                    holders[name] = rank
-                    there = own.get(name)
-                    empty = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-                    tensors[name] = empty if there is None else there
-        return tensors, holders
-
-    def _whole_on_main(
-        self, exporter: safetensors_format.Exporter, tensor: Tensor, holder: int
-    ) -> Tensor | None:
-        """A whole weight in host memory on rank 0, None elsewhere; on meta: other ranks hold it."""
-        whole = None if tensor.is_meta else exporter.gather(tensor)
-        rank = self._runtime.rank
-        if holder != 0 and rank == holder:
-            assert whole is not None
-            dist.send(whole, group=self._group, group_dst=0)
-        elif holder != 0 and rank == 0:
-            whole = torch.empty(tensor.shape, dtype=exporter.stored_dtype(tensor))
-            dist.recv(whole, group=self._group, group_src=holder)
-        return whole if rank == 0 else None
-
-    def _export(self, step: int, state: State) -> None:
-        """Weights alone, as safetensors in ``export-step-N``; gathered tensor by tensor."""
-        tensors: dict[str, Tensor] = {}
-        json_state.split(state["model"], "", tensors)
-        tensors = {name.removeprefix("."): tensor for name, tensor in tensors.items()}
-        aliases = on_main(self._group, lambda: safetensors_format.find_aliases(tensors))
-        form = self._form if self.settings.last_save_in_hf else None
-        tensors, holders = self._with_others(tensors)
-        if form is not None:
-            tensors, aliases = {name: tensors[name] for name in form.sources()}, {}
-        final = layout.export_folder(self.folder, step)
-        written = layout.temporary(final)
-        on_main(self._group, lambda: _make_empty(written))
-        exporter = safetensors_format.Exporter(_EXPORT_DTYPES[self.settings.export_dtype])
-        plan = exporter.plan(tensors, aliases)
-        files: dict[str, Any] = {}
-        names: dict[str, list[str]] = {}
-        failure: Exception | None = None
-        for index, members in enumerate(plan):
-            batch: dict[str, Tensor] = {}
-            for name in members:
-                # On every rank, also after a failed write.
-                whole = self._whole_on_main(exporter, tensors[name], holders[name])
-                if whole is not None:
-                    batch |= huggingface.to_huggingface(name, whole, form) if form else {name: whole}
-            if self._runtime.rank == 0 and failure is None:
-                try:
-                    new = exporter.write(written, index, len(plan), batch, aliases)
-                    files.update(new)
-                    names.update((file, list(batch)) for file in new)
-                except Exception as error:
-                    failure = error
-
-        def finish() -> None:
-            if failure is not None:
-                raise CheckpointError(f"exporting step {step} to {written} failed ({failure}).")
-            if len(plan) > 1:
-                safetensors_format.write_index(written, names)
-            if form is not None:
-                huggingface.write_extras(written, form, exporter.dtype, self._assets)
-            layout.write_synced(written / layout.CONFIG, self._config_toml)
-            extra = [p for p in written.iterdir() if p.name not in files]
-            files.update((path.name, layout.fingerprint(path)) for path in extra)
-            layout.write_marker(written, files, step=step, export_dtype=str(exporter.dtype))
-            layout.publish(written, final)
-
-        on_main(self._group, finish)
-
     # ------------------------------------------------------------------ loading
 
     def load(self, state: State | Callable[[], State]) -> State | None:
@@ -369,7 +301,7 @@ class CheckpointManager:
 
     def _load_initial(self, path: Path, live: State, parts: set[str] | None) -> State:
         model_only = self.settings.initial_load_model_only
-        kind = on_main(self._group, lambda: _kind(path))
+        kind = on_main(self._group, lambda: loading.kind_of(path))
         if kind == "weights":
             if not model_only:
                 raise ValueError(
@@ -401,25 +333,3 @@ def _split(state: State) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, A
         else:
             (own if part in RANK_PARTS else shared)[part] = json_state.encode(value, part)
     return tensors, shared, own
-
-
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-
-
-def _kind(path: Path) -> str:
-    """What `checkpoint.initial_load_path` names: "step", "folder" of steps, or "weights"."""
-    if safetensors_format.weight_files(path):
-        return "weights"
-    if (path / layout.MARKER).exists():
-        return "step"
-    if layout.list_steps(path):
-        return "folder"
-    if not path.exists():
-        raise FileNotFoundError(f"checkpoint.initial_load_path = {str(path)!r} does not exist.")
-    raise ValueError(
-        f"checkpoint.initial_load_path = {str(path)!r} is neither a titanforge checkpoint nor safetensors. "
-        "Weights of other programs are read from .safetensors alone, because other formats can run code."
-    )

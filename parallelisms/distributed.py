@@ -119,8 +119,9 @@ class Runtime:
                     work.wait()
         except RuntimeError as error:
             raise RuntimeError(
-                f"the ranks could not agree ({' '.join(str(error).split())[:200]}): one is gone or slower "
-                "than comm.train_timeout_seconds. Resume from the last checkpoint, on fewer ranks if need be."
+                f"the ranks could not agree over {axis} ({' '.join(str(error).split())[:200]}): one is gone "
+                "or slower than comm.train_timeout_seconds. Resume from the last checkpoint, on fewer ranks "
+                "if need be."
             ) from error
         (summed, _), (maximised, _) = pending
         return tuple(summed.tolist()), tuple(maximised.tolist())

@@ -127,6 +127,9 @@ def test_a_weight_that_moves_away_from_its_master_is_refused() -> None:
     model[2].weight.data = torch.zeros(8, 8, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"'2\.weight' moved .* refresh_master_weights"):
         step(model, optimizer)
+    optimizer.refresh_master_weights()
+    step(model, optimizer)
+    assert 0 < model[2].weight.abs().max() < 0.05, "a step or two from zero"
 
 
 def test_a_captured_step_follows_no_weight() -> None:

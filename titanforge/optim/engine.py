@@ -415,8 +415,7 @@ class RuleOptimizer:
     def refresh_master_weights(self) -> None:
         """Take the fp32 copies from the weights: after weights were loaded without their optimizer states."""
         for entry in self._all_entries():
-            if entry.master is not None:
-                local_tensor(entry.master).copy_(local_tensor(entry.param))
+            entry.take_master()
 
     def _keys_of(self, rules: Collection[str]) -> str:
         """The configuration keys that named these rules; of none, those of all."""

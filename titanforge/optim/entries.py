@@ -88,13 +88,19 @@ class Entry:
         if held is None or address != self._held_address:
             if held is not None and self.master is not None:
                 raise RuntimeError(
-                    f"the weight {self.name!r} moved (.data was assigned?) {AGAIN}, or write into the weight "
-                    "in place and call refresh_master_weights: its fp32 master is of the former one"
+                    f"the weight {self.name!r} moved (.data was assigned?) {AGAIN}, or call "
+                    "refresh_master_weights: its fp32 master is of the former one"
                 )
             held = self._held = self.item()
             self._held_address = address
         held.gradient = gradient
         return held
+
+    def take_master(self) -> None:
+        """Let the fp32 master, if there is one, be of the weight as it is now."""
+        if self.master is not None:
+            local_tensor(self.master).copy_(local_tensor(self.param))
+            self._held = None
 
     @property
     def moved(self) -> bool:

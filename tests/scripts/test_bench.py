@@ -190,7 +190,7 @@ def test_a_cell_of_other_text_is_not_taken_for_done(tmp_path: Path) -> None:
 
 def test_sync_quality_runs_cells_beside_each_other_and_matches_their_rate(tmp_path: Path, capsys) -> None:
     options = ["--size=tiny", "--beside=2", "--replicas=2", "--batch=2", "--warmup=1", "--steps=30"]
-    options += ["--tune", "1e-2", "3e-2", "--tune-steps=3", "--seconds=200", "-o", str(tmp_path)]
+    options += ["--tune", "1e-2", "3e-2", "--tune-steps=3", "--seconds=900", "-o", str(tmp_path)]
     assert sync_quality.main([*options, "--thresholds=0.4", "--match=0.4"]) == 0
     cells = {c["cell"]: c for c in json.loads((tmp_path / "results.json").read_text())["cells"]}
     assert all(cell["finished"] and cell["steps"] == 30 for cell in cells.values())

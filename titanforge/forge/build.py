@@ -10,11 +10,10 @@ from torch import nn
 
 from titanforge.forge.arguments import Steps, check_arguments, check_axes, check_groups, check_ranks
 from titanforge.forge.coverage import Covered, cover
-from titanforge.forge.engine import ForgeOptimizer
+from titanforge.forge.engine import ForgeOptimizer, merged_groups
 from titanforge.forge.modules import ordinary_forwards
 from titanforge.forge.plan import ParamPlan, Placement, Schedule, plan
 from titanforge.forge.probe import probe_readers
-from titanforge.forge.projections import groups_of_linears
 from titanforge.forge.ranks import Ranks
 from titanforge.forge.report import PlanLine, switches_report
 from titanforge.forge.values import shown
@@ -154,7 +153,7 @@ def preview(
         PlanLine(name, tuple(one.param.shape), one.param.dtype, plans[name], one.placement.kind)
         for name, one in covered.items()
     ]
-    merged = groups_of_linears(model, covered, plans, apart) if steps.merge_projections else []
+    merged = merged_groups(model, covered, plans, apart) if steps.merge_projections else []
     switches = switches_report(lines, merged, keep_logits=steps.keep_logits)
     return Preview(lines, switches)
 

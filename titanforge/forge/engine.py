@@ -7,7 +7,7 @@ those that backward could not finish (`weight_updates`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +26,7 @@ from titanforge.forge.modules import (
     fuse_module,
     fuse_projections,
     restore_module,
+    with_willing_owners,
 )
 from titanforge.forge.ops import register_sink
 from titanforge.forge.plan import Kind, ParamPlan, keeps_logits
@@ -97,8 +98,8 @@ class ForgeOptimizer(RuleOptimizer):
         self._projections: list[Projection] = []
         self._updates = WeightUpdates(self._clock, self.capture, update_in_backward)
         apart = set(captured or ())  # Dobb's hooks wait for each linear
-        merged = groups_of_linears(model, covered, plans, apart) if merge_projections else []
-        check_classes(_fused_modules(covered, plans), merged)  # while all weights lie where they did
+        merged = merged_groups(model, covered, plans, apart) if merge_projections else []
+        check_classes(fused_modules(covered, plans))  # while all weights lie where they did
         self._fuse(covered, list(zip(merged, lay_side_by_side(merged, covered))))
 
     # ---------------------------------------------------------------- building
@@ -419,7 +420,15 @@ class ForgeOptimizer(RuleOptimizer):
         return super().metrics() | {"nonfinite_tiles": self.nonfinite_tiles}
 
 
-def _fused_modules(
+def merged_groups(
+    model: nn.Module, covered: Mapping[str, Covered], plans: Mapping[str, ParamPlan], apart: Collection[str]
+) -> list[Group]:
+    """The linears that `forge.merge_projections` multiplies together; see `groups_of_linears`."""
+    groups = groups_of_linears(model, covered, plans, apart)
+    return with_willing_owners(groups, fused_modules(covered, plans))
+
+
+def fused_modules(
     covered: Mapping[str, Covered], plans: Mapping[str, ParamPlan]
 ) -> list[tuple[nn.Module, dict[str, Kind]]]:
     """Modules that get fused forwards, with the kinds of their fused parameters by attribute."""

@@ -57,21 +57,41 @@ def fuse_projections(group: Group, weight: Tensor, handle: Tensor) -> None:
     held |= {name: handle, f"{name}_data": weight, f"{name}_dtype": dtype}
 
 
-def check_classes(fused: Sequence[tuple[nn.Module, Mapping[str, Kind]]], groups: Sequence[Group]) -> None:
-    """Try what `fuse_module` and `fuse_projections` will do to the modules' classes, and undo it.
+def check_classes(fused: Sequence[tuple[nn.Module, Mapping[str, Kind]]]) -> None:
+    """Try what `fuse_module` will do to the modules' classes, and undo it.
 
     fused: modules, with the kinds of their fused parameters by attribute.
     Raises what a class does that allows no other to be derived from it, or an instance none in its place.
     """
-    made = {id(module): (module, _fused_class(type(module), *_key(kinds))) for module, kinds in fused}
+    for module, kinds in fused:
+        _try(module, _fused_class(type(module), *_key(kinds)))
+
+
+def with_willing_owners(
+    groups: Sequence[Group], fused: Sequence[tuple[nn.Module, Mapping[str, Kind]]]
+) -> list[Group]:
+    """Groups without those whose module has a class that cannot be replaced: they need not be merged.
+
+    fused: as of `check_classes`.
+    """
+    kinds_of = {id(module): kinds for module, kinds in fused}
+    willing = []
     for group in groups:
-        module, base = made.get(id(group.module), (group.module, type(group.module)))
-        if not hasattr(base, "_forge_projecting"):
-            made[id(module)] = module, _projecting_class(base)
-    for module, kind in made.values():
-        before = type(module)
-        _become(module, kind)
-        _become(module, before)
+        module, base = group.module, type(group.module)
+        try:
+            if id(module) in kinds_of:
+                base = _fused_class(base, *_key(kinds_of[id(module)]))
+            _try(module, _projecting_class(base))
+        except Exception:  # whatever the class's author raises there
+            continue
+        willing.append(group)
+    return willing
+
+
+def _try(module: nn.Module, kind: type[nn.Module]) -> None:
+    before = type(module)
+    _become(module, kind)
+    _become(module, before)
 
 
 def _become(module: nn.Module, kind: type[nn.Module]) -> None:

@@ -40,7 +40,8 @@ def groups_of_linears(
     `project(x, names)`. apart: names of weights whose linears are called one by one.
 
     A group is left alone if one of its linears is not fused as a plain product on one device, has a bias or a
-    hook, or if its weights differ in dtype, device or columns.
+    hook, or if its weights differ in dtype, device or columns. Whether a module lets its class be replaced
+    is `with_willing_owners`' to say.
     """
     fused = {
         id(owner.module): name

@@ -1,6 +1,8 @@
 """The weight-gradient update in Gluon, for Hopper: persistent, warp-specialised forms of `wgrad_kernel`.
 
     pingpong     two consumer warpgroups take turns: one multiplies while the other updates (few tokens)
+    slice_update its update of one slice
+    row_scales   scales of two states found together, for it
     movers       the warps of pingpong that only move memory
     cooperative  eight warps multiply, four others update what they finished before (many tokens)
     slices       decode, epilogue and encode of a slice in registers, with the functions of the portable form

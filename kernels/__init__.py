@@ -5,8 +5,8 @@
     wgrad       weight gradient and update in one kernel, also for experts
     embedding   the same for embedding rows
     flat        the same epilogues over many tensors whose gradients lie in memory
-    config      which tile shape a launch takes; `autotune` finds a better one
-    forms       of the weight-gradient kernel; `check_forms` checks the Hopper ones on a card
+    forms       of the weight-gradient kernel, which run where; `check_forms` checks the Hopper ones on a card
+    config      which form and tile shape a launch takes; `autotune` finds a better one
 
 Nothing here knows of models, modules or meshes: tensors in, tensors changed in place.
 """

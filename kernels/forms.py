@@ -26,6 +26,15 @@ logger = logging.getLogger(__name__)
 PORTABLE, PINGPONG, COOPERATIVE = "portable", "pp2", "coop"
 FORMS = (PORTABLE, PINGPONG, COOPERATIVE)
 AUTO = "auto"
+AUTO_TRITON = ("3.6",)
+"""Releases of Triton with which `auto` takes the Gluon forms: those that they were measured with, bit for bit
+and in time. Gluon is Triton's experimental language: with another release a kernel may wait for ever, so that
+a user must have checked the forms (`check_forms`) or named one."""
+COMPILED_TRITON = ("3.7", "3.8", "3.9")
+"""Releases with which every form was compiled for such a card, and not run on one."""
+FEW_TOKENS = 2048
+"""Up to this many tokens `auto` takes the ping-pong form. H200, bf16 states: at 1024 the faster one by a
+fifth, at 2048 within 1.3 % of the other; from there to 4096 not measured."""
 
 _selected = AUTO
 _said: set[str] = set()
@@ -128,23 +137,10 @@ def form_for(tokens: int, device: torch.device) -> str:
     """The form for a number of tokens on a device, by `forge.kernel`."""
     if _selected != AUTO:
         return _selected
-    if device.type != "cuda" or not HAS_TRITON or not AUTO_FORMS:
+    if device.type != "cuda" or not HAS_TRITON:
         return PORTABLE
     form = PINGPONG if tokens <= FEW_TOKENS else COOPERATIVE
     if reason := unavailable(device) or untried(form, device):
         say_once(f"fused updates run in the portable form of their kernel: a faster one cannot ({reason})")
         return PORTABLE
-    return form if form in AUTO_FORMS else PORTABLE
-
-
-AUTO_FORMS: tuple[str, ...] = (PINGPONG, COOPERATIVE)
-"""Forms that `auto` takes: those that were measured, bit for bit and in time, on such a card. The autotuner
-and a name in `forge.kernel` choose from all."""
-AUTO_TRITON = ("3.6",)
-"""Releases of Triton that those forms were measured with. Gluon is Triton's experimental language: with
-another one a kernel may wait for ever, which a user must have asked for."""
-COMPILED_TRITON = ("3.7", "3.8", "3.9")
-"""Releases for which every form was compiled for such a card, and not run on one."""
-FEW_TOKENS = 2048
-"""Up to this many tokens `auto` takes the ping-pong form. H200, bf16 states: at 1024 the faster one by a
-fifth, at 2048 within 1.3 % of the other; from there to 4096 not measured."""
+    return form

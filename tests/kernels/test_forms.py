@@ -67,21 +67,15 @@ def test_a_form_that_cannot_run_here_is_refused_by_the_key_that_asks_for_it() ->
     assert forms.form_for(512, CUDA) == PORTABLE
 
 
-def test_auto_takes_measured_forms_by_the_number_of_tokens(
-    hopper: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(forms, "AUTO_FORMS", (PINGPONG, COOPERATIVE))
+def test_auto_takes_a_form_by_the_number_of_tokens(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "HAS_TRITON", True)
     assert [forms.form_for(tokens, CUDA) for tokens in (1, 2048, 2049)] == [PINGPONG, PINGPONG, COOPERATIVE]
     assert forms.form_for(512, CPU) == PORTABLE
-    monkeypatch.setattr(forms, "AUTO_FORMS", (PINGPONG,))
-    assert forms.form_for(4096, CUDA) == PORTABLE
 
 
 def test_another_gpu_keeps_the_portable_form_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(forms, "AUTO_FORMS", FORMS)
     monkeypatch.setattr(forms, "HAS_TRITON", True)
     monkeypatch.setattr(forms, "unavailable", lambda device: "this is a card of another kind")
     with caplog.at_level(logging.WARNING, logger="titanforge.kernels.forms"):

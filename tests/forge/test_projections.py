@@ -26,10 +26,11 @@ from tests.forge.toy import (
     train,
     weights,
 )
-from titanforge.forge import sources
-from titanforge.forge.modules import is_fused
+from titanforge.forge import attach, sources
+from titanforge.forge.modules import fuse_module, is_fused
 from titanforge.forge.ops import consume_product
 from titanforge.models.layers.mlp import SwiGLU
+from titanforge.optim import build_rule
 
 
 def fuse(model, *options, merge_projections: bool = True, **steps):
@@ -168,6 +169,112 @@ def test_a_hook_is_called() -> None:
         assert len(seen) == 1
 
 
+class _Adapter(nn.Module):
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    @property
+    def weight(self) -> Tensor:
+        return self.linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.linear(x)
+
+
+def _wrap(attention) -> None:
+    attention.wk = _Adapter(attention.wk)
+
+
+def _patch(attention) -> None:
+    former = attention.wk.forward
+    attention.wk.forward = lambda x: 2 * former(x)
+
+
+def _swap(attention) -> None:
+    attention.wk, attention.wv = attention.wv, attention.wk
+
+
+@pytest.mark.parametrize(
+    ("change", "compiled"), [(_wrap, False), (_wrap, True), (_patch, False), (_swap, False), (_swap, True)]
+)
+def test_what_takes_a_linears_place_is_called(change, compiled: bool) -> None:
+    """An adapter that came after attaching was passed by in training, and not in evaluation."""
+    model, apart = llama(n_layers=1), llama(n_layers=1)
+    optimizers = fuse(model, options_of()), fuse(apart, options_of(), merge_projections=False)
+    for one in (model, apart):
+        if compiled:
+            for block in one.layers.values():
+                block.compile(backend="aot_eager")
+        llama_loss(one, 0)
+        change(one.layers["0"].attention)
+    with torch.no_grad():
+        expected = llama_loss(model, 0).item()
+    assert llama_loss(model, 0).item() == pytest.approx(expected, abs=1e-6)
+    assert expected != pytest.approx(llama_loss(llama(n_layers=1), 0).item(), abs=1e-6)
+    losses = [train(one, optimizer, 0, 3) for one, optimizer in zip((model, apart), optimizers)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-5)
+    assert largest_difference(weights(model), weights(apart)) < 1e-4
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.a(x), self.b(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.project(x)
+        return a * b
+
+
+def _named(self, x: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+    return tuple(getattr(self, name)(x) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("members", "merges"),
+    [
+        ({"projections": 2, "project": _Pair.project}, False),
+        ({"projections": ("a", "b"), "project": _Pair.project}, False),
+        ({"projections": (("a", "b"),), "project": lambda self, x: (self.a(x), self.b(x))}, False),
+        ({"projections": (("a", "c"),), "project": _named}, False),
+        ({"projections": property(lambda self: self.a), "project": _named}, False),
+        ({"projections": (("a", "b"),), "project": staticmethod(_named)}, False),
+        ({"projections": [["a", "b"]], "project": _named}, True),
+    ],
+)
+def test_another_classes_projections_are_left_alone(members, merges: bool) -> None:
+    own = members["project"]
+    if own is _named:
+        members = {**members, "forward": lambda self, x: torch.mul(*self.project(x, ("a", "b")))}
+    elif isinstance(own, staticmethod):
+        members = {
+            **members,
+            "forward": lambda self, x: torch.mul(*self.project(self, x, ("a", "b"))),
+        }
+    model = type("Own", (_Pair,), {**members, "__module__": __name__})()
+    x = torch.ones(2, 8)
+    optimizer = attach(model, build_rule("AdamW"), probe=lambda: model(x).sum())
+    assert ("multiplied as one" in optimizer.report()) is merges
+    optimizer.begin_step(1)
+    loss = model(x).sum()
+    optimizer.before_backward(0)
+    loss.backward()
+    optimizer.step()
+
+
+def test_a_copy_of_a_module_that_is_fused_in_two_ways_is_ordinary() -> None:
+    model = llama()
+    attention = model.layers["0"].attention
+    before = type(attention)
+    fuse_module(attention, {"other": "vector"}, {})  # as of one that has weights of its own too
+    fuse(model, options_of())
+    assert type(copy.deepcopy(attention)) is before
+
+
 def test_a_frozen_member_keeps_its_group_apart() -> None:
     model = llama()
     model.layers["1"].feed_forward.w3.weight.requires_grad_(False)
@@ -268,17 +375,9 @@ def test_linears_that_hooks_wait_for_stay_apart() -> None:
 
 
 def test_groups_that_cannot_lie_side_by_side_are_left_alone() -> None:
-    class Adapter(nn.Module):  # without a weight of its own
-        def __init__(self, linear: nn.Module) -> None:
-            super().__init__()
-            self.linear = linear
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x)
-
     model = llama()
     for block in model.layers.values():
-        block.attention.wq = Adapter(block.attention.wq)
+        block.attention.wq = _Adapter(block.attention.wq)
     optimizer = fuse(model, options_of())
     assert "2 groups of linears of one input (w1+w3) are" in optimizer.report()
     train(model, optimizer, 0, 1)

@@ -80,6 +80,62 @@ def test_a_step_for_other_weights_is_refused(
     step(model, build(model, engine), 1)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_for_modules_that_are_gone_is_refused(engine: str) -> None:
+    """A new head has weights of its own, and the former one's get no gradient."""
+    for gone in (False, True):
+        model: Any = toy()
+        optimizer = build(model, engine)
+        step(model, optimizer)
+        if gone:
+            del model[2]
+        else:
+            model[2] = nn.Linear(8, 8)
+        for _ in range(2):  # and once more
+            with pytest.raises(RuntimeError, match=r"module of the weight '2\.(weight|bias)' was replaced"):
+                step(model, optimizer)
+        step(model, build(model, engine), 1)
+
+
+class Adapter(nn.Module):
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_a_module_that_was_wrapped_or_has_the_weights_of_another_is_followed() -> None:
+    model: Any = toy()
+    optimizer = build(model)
+    model[0] = Adapter(model[0])
+    heir = nn.Linear(8, 8)
+    heir.weight, heir.bias = model[2].weight, model[2].bias
+    former, model[2] = model[2], heir
+    before = [param.clone() for param in model.parameters()]
+    step(model, optimizer)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    replace(model)
+    with pytest.raises(RuntimeError, match=r"'2\.weight' was replaced"):
+        step(model, optimizer)
+    heir.weight = former.weight
+    model[2] = former  # restored
+    step(model, optimizer, 1)
+    model[0].linear = nn.Linear(8, 8)
+    with pytest.raises(RuntimeError, match=r"module of the weight '0\.weight' was replaced"):
+        step(model, optimizer)
+
+
+def test_a_new_module_beside_one_that_shares_the_weight_is_refused() -> None:
+    model: Any = toy()
+    model[2].weight = model[0].weight
+    optimizer = build(model)
+    model[2] = nn.Linear(8, 8)
+    with pytest.raises(RuntimeError, match=r"module of the weight '0\.weight' was replaced"):
+        step(model, optimizer)
+
+
 def test_groups_of_a_rule_know_their_owners_too() -> None:
     model = toy()
     optimizer = RuleOptimizer(groups_of_rule(model, build_rule("AdamW")))

@@ -51,10 +51,12 @@ def fuse_projections(group: Group, weight: Tensor, handle: Tensor) -> None:
     sinks.
     """
     name, held = _group_name(group.attributes), vars(group.module)
-    dtype = getattr(group.module, group.attributes[0]).weight.dtype
+    linears: list[Any] = [getattr(group.module, attribute) for attribute in group.attributes]
+    dtype, rows = linears[0].weight.dtype, [linear.weight.shape[0] for linear in linears]
     if not hasattr(type(group.module), "_forge_projecting"):
         _become(group.module, _projecting_class(type(group.module)))
     held |= {name: handle, f"{name}_data": weight, f"{name}_dtype": dtype}
+    held |= {f"{name}_linears": linears, f"{name}_rows": rows}
 
 
 def check_classes(fused: Sequence[tuple[nn.Module, Mapping[str, Kind]]]) -> None:
@@ -153,8 +155,7 @@ def is_fused(module: nn.Module) -> bool:
 
 def restore_module(module: nn.Module) -> None:
     """Undo `fuse_module` and `fuse_projections`."""
-    while "_forge_made" in vars(type(module)):
-        _become(module, type(module).__bases__[0])
+    _become(module, _ordinary(type(module)))
     for name in [name for name in vars(module) if name.startswith("_forge_")]:
         del vars(module)[name]
 
@@ -215,13 +216,21 @@ def _reduced(base: type[nn.Module]):
     """For copies (of averaged weights, say) and pickles: ordinary modules, which no backward changes."""
 
     def reduced(self: nn.Module, _protocol: int) -> tuple[Any, ...]:
-        return _new, (base,), {name: it for name, it in vars(self).items() if not name.startswith("_forge_")}
+        kept = {name: it for name, it in vars(self).items() if not name.startswith("_forge_")}
+        return _new, (_ordinary(base),), kept
 
     return reduced
 
 
 def _new(base: type[nn.Module]) -> nn.Module:
     return base.__new__(base)
+
+
+def _ordinary(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module had before it was fused."""
+    while "_forge_made" in vars(kind):
+        kind = kind.__bases__[0]
+    return kind
 
 
 def _tapped(attribute: str) -> property:
@@ -260,12 +269,14 @@ def _embedding_forward(base: type[nn.Module]):
 def _merged_project(base: Any):
     def project(self: Any, x: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
         name = _group_name(names)
-        linears = [getattr(self, one) for one in names]
-        if not hasattr(self, name) or not torch.is_grad_enabled() or any(map(hooked, linears)):
+        if not hasattr(self, name) or not torch.is_grad_enabled():
             return base.project(self, x, names)
+        for one, linear in zip(names, getattr(self, f"{name}_linears")):
+            if getattr(self, one) is not linear or hooked(linear):  # wrapped, say
+                return base.project(self, x, names)
         weight, handle, dtype = (getattr(self, name + suffix) for suffix in ("_data", "", "_dtype"))
         together = fused_linear(x, weight, None, handle, dtype)
-        return SplitColumns.apply(together, [linear.weight.shape[0] for linear in linears])
+        return SplitColumns.apply(together, getattr(self, f"{name}_rows"))
 
     return project
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 
 from titanforge.forge.coverage import Covered
 from titanforge.forge.plan import ParamPlan
+
+_ARGUMENTS = ("self", "x", "names")
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ def groups_of_linears(
     """Every group that can be multiplied as one. Changes nothing; the model may be on meta.
 
     A module with such groups lists the attributes of their linears in `projections` and reads them through
-    `project(x, names)`. apart: names of weights whose linears are called one by one.
+    `project(x, names)`; what other classes mean by these two names is left alone. apart: names of weights
+    whose linears are called one by one.
 
     A group is left alone if one of its linears is not fused as a plain product on one device, has a bias or a
     hook, or if its weights differ in dtype, device or columns. Whether a module lets its class be replaced
@@ -72,15 +77,35 @@ def lay_side_by_side(groups: Sequence[Group], covered: Mapping[str, Covered]) ->
 
 def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], list[nn.Module]]]:
     for module in model.modules():
-        if _projects_as_declared(type(module)):
-            for attributes in module.projections:  # pyright: ignore[reportGeneralTypeIssues]
-                yield module, attributes, [getattr(module, attribute) for attribute in attributes]
+        if not _projects_as_declared(type(module)):
+            continue
+        for attributes in _declared(type(module)):
+            linears = [module._modules.get(attribute) for attribute in attributes]
+            if all(isinstance(linear, nn.Linear) for linear in linears):
+                yield module, attributes, linears  # pyright: ignore[reportReturnType]
+
+
+def _declared(kind: Any) -> list[tuple[str, ...]]:
+    """The groups that a class lists; none if it means something else by the name."""
+    groups = kind.projections
+    if not isinstance(groups, (tuple, list)):
+        return []
+    named = [
+        tuple(group)
+        for group in groups
+        if isinstance(group, (tuple, list)) and group and all(isinstance(name, str) for name in group)
+    ]
+    return named if len(named) == len(groups) else []
 
 
 def _projects_as_declared(kind: Any) -> bool:
-    """Whether `project` is that of the class that brought `projections` in, and no override of it."""
+    """Whether `project` is that of the class that brought `projections` in, and no override of it, and takes
+    what `Projecting.project` takes.
+    """
     origin: Any = next((base for base in reversed(kind.__mro__) if "projections" in vars(base)), None)
-    return origin is not None and "project" in vars(origin) and kind.project is origin.project
+    if origin is None or not isinstance(vars(origin).get("project"), FunctionType):
+        return False
+    return kind.project is origin.project and tuple(signature(origin.project).parameters) == _ARGUMENTS
 
 
 def _can_merge(linears: Sequence[nn.Module]) -> bool:
@@ -91,9 +116,10 @@ def _can_merge(linears: Sequence[nn.Module]) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether someone waits for the module to be called."""
+    """Whether someone waits for the module to be called, or took its forward's place."""
     return bool(
-        module._forward_hooks
+        "forward" in vars(module)
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

@@ -51,6 +51,7 @@ class ParamGroupSpec:
 
     parts: by name, the matrices of equal height that a weight is made of; 1 where it is not in here.
     owners: by name, the modules that have a weight, and under which attribute (see `note_owners`).
+    model: whose weights they are; None: nobody looks whether it still has them.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ParamGroupSpec:
     params: list[nn.Parameter] = field(default_factory=list)
     parts: dict[str, int] = field(default_factory=dict)
     owners: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict, repr=False)
+    model: nn.Module | None = field(default=None, repr=False)
 
     @property
     def num_parameters(self) -> int:

@@ -80,6 +80,20 @@ def cholesky_qr_refresh(
     return fresh, failed != 0
 
 
+def write_blocks(target: Tensor, values: Tensor, chosen: Tensor) -> None:
+    """In place: target[i] = values[i] where chosen[i]; nothing is read or written of the others.
+
+    target, values: contiguous [N, w, w] of one dtype, which may be the same tensor. chosen: bool [N].
+    """
+    if not runs_triton(target):
+        torch.where(chosen[:, None, None], values, target, out=target)
+        return
+    numel = target[0].numel()
+    restore_kernel[(len(target), cdiv(numel, 4096))](
+        chosen.to(torch.int32), values, target, numel, BLOCK=4096, **LAUNCH_OPTIONS
+    )
+
+
 def corrections(relative_shift: float, dtype: torch.dtype) -> int:
     """How many first-order corrections a basis of this dtype needs.
 

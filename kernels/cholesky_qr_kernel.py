@@ -420,7 +420,7 @@ def correct_kernel(
 
 @jit
 def restore_kernel(failed_ptr, old_ptr, out_ptr, numel, BLOCK: tl.constexpr):
-    """Failed blocks get what they had. Grid: N, parts of a block."""
+    """Failed (or chosen) blocks get what they had (or are to have). Grid: N, parts of a block."""
     batch = tl.program_id(0).to(tl.int64)
     if tl.load(failed_ptr + batch) != 0:
         place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

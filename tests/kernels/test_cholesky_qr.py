@@ -20,7 +20,12 @@ def check_all() -> None:
 
     import torch
 
-    from titanforge.kernels.cholesky_qr import cholesky_qr_refresh, config_for, reference_refresh
+    from titanforge.kernels.cholesky_qr import (
+        cholesky_qr_refresh,
+        config_for,
+        reference_refresh,
+        write_blocks,
+    )
 
     generator = torch.Generator().manual_seed(0)
     tile = config_for(0).tile
@@ -47,6 +52,15 @@ def check_all() -> None:
             torch.testing.assert_close(mine[0], other[0], rtol=0, atol=tolerance)
             if dtype == torch.float32:
                 torch.testing.assert_close(mine[0].T @ mine[0], torch.eye(width), rtol=0, atol=2e-4)
+    # More than one program a block; what is not chosen keeps even its NaN.
+    old, new = torch.randn(2, 3, 70, 70, generator=generator).to(torch.bfloat16)
+    old[1, 2, 3] = torch.nan
+    target, chosen = old.clone(), torch.tensor([True, False, True])
+    write_blocks(target, new, chosen)
+    assert torch.equal(target[chosen], new[chosen])
+    assert torch.equal(target[1].view(torch.int16), old[1].view(torch.int16))
+    write_blocks(target, target, chosen.expand(3))
+    assert torch.equal(target[0], new[0])
     # Of a bf16 basis the high plane alone is corrected: off by another rounding to bf16 (which the
     # interpreter cuts), no less orthonormal.
     basis = torch.linalg.qr(start).Q.to(torch.bfloat16)[:1]

@@ -12,9 +12,10 @@ from titanforge.optim.dobb.gram import GramKeeper
 from titanforge.optim.dobb.hooks import Reader
 from titanforge.optim.dobb.reduction import Captured
 from titanforge.optim.dobb.rule import Dobb
+from titanforge.optim.dobb.stacks import stacked
 from titanforge.optim.entries import Entry
 from titanforge.optim.param_groups import ParamGroupSpec
-from titanforge.optim.placement import is_anothers, local_tensor, sharded_dim
+from titanforge.optim.placement import from_parts, is_anothers, local_tensor, sharded_dim
 
 
 def build_capture(
@@ -23,19 +24,23 @@ def build_capture(
     """What keeps the bases of an optimizer's weights under Dobb, or None without such (or without hooks).
 
     readers: from `find_readers`. entries: of all weights, with auxiliary states `statistic` and `basis`.
+    Views of what holds those of many weights take the states' places: nobody may hold the former ones.
     """
     rules = {name: group.rule for group in groups for name in group.names if isinstance(group.rule, Dobb)}
     if not rules:
         return None
     rule = next(iter(rules.values()))
-    under = [entry for entry in entries if entry.name in rules]
-    if rule.dobb.source == "gradient":
-        nobody = Reader(nn.Module(), "")
-        weights = [_captured(entry, nobody) for entry in under]
-        return GramKeeper(rule, weights, [(entry.param, _matrices(entry)) for entry in under])
-    if not readers:
+    under = {entry.name: entry for entry in entries if entry.name in rules}
+    of_gradient = rule.dobb.source == "gradient"
+    if not of_gradient and not readers:
         return None
-    return DobbCapture(rule, [_captured(entry, readers[entry.name]) for entry in under])
+    nobody = Reader(nn.Module(), "")
+    weights = [_captured(entry, nobody if of_gradient else readers[name]) for name, entry in under.items()]
+    stacks = stacked(weights, lambda weight: _move(under[weight.name], weight))
+    if of_gradient:
+        owners = [(entry.param, _matrices(entry)) for entry in under.values()]
+        return GramKeeper(rule, weights, stacks, owners)
+    return DobbCapture(rule, weights, stacks)
 
 
 def _captured(entry: Entry, reader: Reader) -> Captured:
@@ -66,6 +71,15 @@ def _captured(entry: Entry, reader: Reader) -> Captured:
         groups,
         experts=entry.param.dim() > 2,
     )
+
+
+def _move(entry: Entry, weight: Captured) -> None:
+    for slot, blocks in (("statistic", weight.statistic), ("basis", weight.basis)):
+        state = entry.auxiliary[slot]
+        local = blocks.view(local_tensor(state).shape)
+        if isinstance(state, DTensor):
+            local = from_parts(local, state.device_mesh, state.placements, state.shape)
+        entry.auxiliary[slot] = local
 
 
 def _flat(state: Tensor) -> Tensor:

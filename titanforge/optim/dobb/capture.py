@@ -3,49 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from titanforge.kernels.cholesky_qr import write_blocks
 from titanforge.optim.dobb.reduction import Captured, Reduction, buckets
 from titanforge.optim.dobb.refresh import eigenbases, refresh_bases
 from titanforge.optim.dobb.rule import Dobb
+from titanforge.optim.dobb.stacks import Stack
 from titanforge.optim.links import DataLinks
-
-_BATCH_BYTES = 512 * 2**20
-"""Largest stack of blocks refreshed at once, fp32. Few blocks would leave a GPU idle: the steps of a
-factorisation follow one another."""
 
 
 @dataclass
 class Fresh:
-    """What a refresh has found for some weights, not yet in their states. failed: blocks, int64 scalar."""
+    """What a refresh has found for a stack, not yet in its states. failed: blocks, int64 scalar."""
 
-    weights: Sequence[Captured]
+    stack: Stack
     statistics: Tensor
     bases: Tensor
     failed: Tensor
-
-
-def alike(found: Sequence[tuple[Captured, *tuple[Tensor, ...]]]) -> list[list[Any]]:
-    """What was found of weights, in batches of one width, up to a size; weights without blocks left out.
-
-    Blocks of one width go together whatever weights they belong to: a model has hundreds of weights, and
-    launches for each would keep the host longer than the device.
-    """
-    by_width: dict[int, list[Any]] = defaultdict(list)
-    for one in found:
-        if len(one[0].basis):
-            by_width[one[0].width].append(one)
-    batches = []
-    for group in by_width.values():
-        size = max(1, _BATCH_BYTES // (4 * max(one[0].basis.numel() for one in group)))
-        batches += [group[at : at + size] for at in range(0, len(group), size)]
-    return batches
 
 
 class BasisKeeper(ABC):
@@ -58,10 +38,12 @@ class BasisKeeper(ABC):
 
     reads_gradients: ClassVar[bool] = False
 
-    def __init__(self, rule: Dobb, weights: Sequence[Captured]) -> None:
+    def __init__(self, rule: Dobb, weights: Sequence[Captured], stacks: Sequence[Stack]) -> None:
+        """stacks: from `stacked`, of these weights."""
         self.rule = rule
         self.options = rule.dobb
         self.weights = list(weights)
+        self.stacks = list(stacks)
         self.steps = torch.zeros((), dtype=torch.int64)
         self._device = self.weights[0].basis.device
         self.failed_blocks = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -104,49 +86,32 @@ class BasisKeeper(ABC):
 
     # ------------------------------------------------------------ from statistics to bases
 
-    def find_bases(self, found: Sequence[tuple[Captured, Tensor, Tensor]]) -> list[Fresh]:
-        """Algorithm 2 for weights with their new statistics [b, w, w], fp32, and bool [b]: whether anything
-        was captured. Reads states and writes none; the host does not wait.
-        """
-        self._read_cold()
-        fresh = []
-        for group in alike(found):
-            weights, statistics, seen = zip(*group)
-            fresh.append(self._find_batch(weights, torch.cat(statistics), torch.cat(seen)))
-        return fresh
+    def find_bases(self, stack: Stack, statistics: Tensor, seen: Tensor) -> Fresh:
+        """Algorithm 2 for a stack with its new statistics [N, w, w] and bool [N]: what was ever captured.
 
-    def _find_batch(self, weights: Sequence[Captured], statistics: Tensor, seen: Tensor) -> Fresh:
-        """Of weights of one width, whose blocks follow one another in `statistics` and `seen`."""
-        old = torch.cat([weight.basis for weight in weights])
-        new = statistics.to(weights[0].statistic.dtype)
-        cold, start = [], 0
-        for weight in weights:
-            cold += [start + block for block in weight.cold]
-            start += len(weight.basis)
+        Reads states and writes none; the host does not wait, and has read which blocks are cold.
+        """
+        old, new, cold = stack.basis, statistics.to(stack.statistic.dtype), stack.cold()
         if len(cold) == len(old):  # the first refresh of a run
             bases, failed = eigenbases(new, old, self.options)
-            return Fresh(weights, new, torch.where(seen[:, None, None], bases, old), failed)
+            return Fresh(stack, new, torch.where(seen[:, None, None], bases, old), failed)
         bases, failed = refresh_bases(new, old, self.options)
         if cold:  # experts that had no token as yet may have had their first
             first, missed = eigenbases(new[cold], old[cold], self.options)
             bases[cold] = torch.where(seen[cold, None, None], first, old[cold])
             failed = failed + missed
-        return Fresh(weights, new, bases, failed)
+        return Fresh(stack, new, bases, failed)
 
     def commit(self, fresh: Sequence[Fresh], applies: Tensor) -> None:
         """Write what was found into the states, where the step is applied."""
-        for batch in fresh:
-            bases = [weight.basis for weight in batch.weights]
-            statistics = [weight.statistic for weight in batch.weights]
-            sizes = [len(basis) for basis in bases]
-            kept = torch.where(applies != 0, batch.bases, torch.cat(bases))
-            torch._foreach_copy_(bases, list(kept.split(sizes)))  # pyright: ignore[reportPrivateImportUsage]
+        applied = applies != 0
+        for found in fresh:
+            stack = found.stack
+            write_blocks(stack.basis, found.bases, applied.expand(len(stack.basis)))
             # The largest is not finite where any is not; `isfinite` of all would write them out twice.
-            largest = torch.linalg.vector_norm(batch.statistics, float("inf"), (-2, -1), keepdim=True)
-            sound = torch.isfinite(largest) & (applies != 0)
-            kept = torch.where(sound, batch.statistics, torch.cat(statistics))
-            torch._foreach_copy_(statistics, list(kept.split(sizes)))  # pyright: ignore[reportPrivateImportUsage]
-            self.failed_blocks += torch.where(applies != 0, batch.failed, 0)
+            largest = torch.linalg.vector_norm(found.statistics, float("inf"), (-2, -1))
+            write_blocks(stack.statistic, found.statistics, torch.isfinite(largest) & applied)
+            self.failed_blocks += torch.where(applied, found.failed, 0)
         if any(weight.cold for weight in self.weights):
             self._note_cold()
 
@@ -154,7 +119,9 @@ class BasisKeeper(ABC):
     # after a refresh and answers by the next one, so that nobody waits. Until then a block counts as cold.
 
     def _note_cold(self) -> None:
-        flags = [(weight.statistic == 0).all(dim=-1).all(dim=-1) for weight in self.weights]
+        flags = [(stack.statistic == 0).all(dim=-1).all(dim=-1) for stack in self.stacks]
+        if not flags:  # this rank has no block of any weight
+            return
         self._flags = torch.cat(flags).to("cpu", non_blocking=True)
         if self._device.type == "cuda":
             self._flags_ready = torch.cuda.Event()
@@ -166,8 +133,10 @@ class BasisKeeper(ABC):
         if self._flags_ready is not None:
             self._flags_ready.synchronize()
         flags, self._flags = self._flags, None
-        for weight, own in zip(self.weights, flags.split([len(weight.basis) for weight in self.weights])):
-            weight.cold = own.nonzero()[:, 0].tolist()
+        known = iter(flags.tolist())
+        for stack in self.stacks:
+            for weight in stack.weights:
+                weight.cold = [block for block in range(len(weight.basis)) if next(known)]
 
 
 class DobbCapture(BasisKeeper):
@@ -182,14 +151,15 @@ class DobbCapture(BasisKeeper):
     Cold blocks, whose eigendecomposition the host waits for, and side G stay in `refresh`.
     """
 
-    def __init__(self, rule: Dobb, weights: Sequence[Captured]) -> None:
-        super().__init__(rule, weights)
+    def __init__(self, rule: Dobb, weights: Sequence[Captured], stacks: Sequence[Stack]) -> None:
+        super().__init__(rule, weights, stacks)
         self._buckets, self._apart = buckets(self.weights), False
         self._micro_batches = self._captured_micro_batches = 1
         self._next_bucket = 0
         self._watched = True  # readers may be open, by this or an earlier optimizer
         self._gate = torch.ones((), dtype=torch.bool)
         self._missing: list[set[str]] = []
+        self._sums: list[tuple[Tensor, Tensor]] | None = None  # of the stacks, where nothing is sent
         self._reductions: list[Reduction] = []
         self._prepared: list[Fresh] = []
         self._last: Reduction | None = None  # of weights that shards share, the latest
@@ -205,9 +175,14 @@ class DobbCapture(BasisKeeper):
         self._captured_micro_batches = 1 if self.options.capture == "first" else num_micro_batches
         self._reductions, self._prepared, self._missing = [], [], []
         self._next_bucket = len(self._buckets)
+        self._sums = None
+        alone = self._refreshing and self._alone()
+        if alone:
+            self._sums = [stack.new_sums() for stack in self.stacks]
         if self._refreshing or self._watched:
             for weight in self.weights:
-                weight.sums = weight.new_sums() if self._refreshing else None
+                if not alone:
+                    weight.sums = weight.new_sums() if self._refreshing else None
                 if weight.sums is None:
                     weight.reader.close()
                 else:
@@ -215,8 +190,16 @@ class DobbCapture(BasisKeeper):
                 weight.reader.when_gradient_seen(None)
             self._watched = self._refreshing
         if self._refreshing:
-            self._next_bucket = 0
+            if not alone:
+                self._next_bucket = 0
             self._gate.data.fill_(True)
+
+    def _alone(self) -> bool:
+        """Whether this rank keeps what it captures, and all of it: nothing is sent, nor copied to be."""
+        every = (self.links, self.links.experts)
+        if any(links is not None and (links.reduce_scatter or links.all_reduce) for links in every):
+            return False
+        return all(len(weight.basis) == weight.blocks > 0 for weight in self.weights)
 
     def before_backward(self, micro_batch_index: int) -> None:
         """After the last forward that counts all inputs are there; the output gradients follow in its
@@ -240,6 +223,8 @@ class DobbCapture(BasisKeeper):
             self._launch(len(self._buckets))
             if self._overlaps():
                 self._prepare_beside()
+            return
+        if self._sums is not None:
             return
         self._missing = [{weight.name for weight in bucket} for bucket in self._buckets]
         for index, bucket in enumerate(self._buckets):
@@ -282,32 +267,47 @@ class DobbCapture(BasisKeeper):
                 if links is None:
                     self._last = self._reductions[-1]
 
+    def _captured(self) -> Iterator[tuple[Stack, Tensor, Tensor, list[Tensor]]]:
+        """Each stack with the sums [N, w, w], its own to overwrite, and positions [N] of its blocks, and for
+        side G each weight's positions []; once for a refresh. The current stream waits for the reductions.
+        """
+        if self._sums is not None:
+            sums, self._sums = self._sums, None
+            for stack, (totals, counts) in zip(self.stacks, sums):
+                of_weights = []
+                for weight in stack.weights:
+                    if self.options.side == "G" and weight.sums is not None:
+                        of_weights.append(weight.sums[1].sum())
+                    weight.sums = None
+                yield stack, totals, counts[stack.position_of], of_weights
+            return
+        found = {part[0].name: part[1:] for reduction in self._reductions for part in reduction.wait()}
+        self._reductions = []
+        for stack in self.stacks if found else ():
+            sums, counts, positions = zip(*(found.pop(weight.name) for weight in stack.weights))
+            yield stack, torch.cat(sums), torch.cat(counts), list(positions)
+
     @torch.no_grad()
     def _prepare(self) -> None:
         """C <- beta_C C + S and the bases from it, for weights whose reduction was launched; `refresh` writes
         them. The current stream waits for the reductions.
         """
         self._read_cold()
-        for group in alike([part for reduction in self._reductions for part in reduction.wait()]):
-            weights, sums, counts, positions = zip(*group)
-            counted = torch.cat(counts)
-            mean = torch.cat(sums).div_(counted.clamp_min(1.0)[:, None, None])
+        for stack, sums, counted, positions in self._captured():
+            mean = sums.div_(counted.clamp_min(1.0)[:, None, None])
             if self.options.side == "G":
                 # Losses were divided by the tokens of the whole step; the paper's g_i were not. Of experts:
                 # by the rows of all of them, whose scale no eigenvector depends on.
                 share = self._micro_batches / self._captured_micro_batches
-                rows = [one.expand(len(weight.basis)) for one, weight in zip(positions, weights)]
+                rows = [one.expand(size) for one, size in zip(positions, stack.sizes)]
                 mean = mean * ((torch.cat(rows) * share) ** 2)[:, None, None]
-            old = torch.cat([weight.statistic for weight in weights]).float()
             captured = counted > 0
             # No position at all (an expert without tokens) leaves the statistic as it is.
-            if any(weight.experts for weight in weights):  # who may add anything then, where others add zeros
+            if stack.experts:  # who may add anything then, where others add zeros
                 mean = torch.where(captured[:, None, None], mean, 0.0)
             kept = torch.where(captured, self.options.decay, 1.0)[:, None, None]
-            mean.addcmul_(old, kept)
-            del old  # as large as all that the refresh works in
-            self._prepared.append(self._find_batch(weights, mean, captured))
-        self._reductions = []
+            mean.addcmul_(stack.statistic.float(), kept)
+            self._prepared.append(self.find_bases(stack, mean, captured))
 
     @torch.no_grad()
     def refresh(self, applies: Tensor, grad_scale: Tensor | None) -> None:

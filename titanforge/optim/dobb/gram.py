@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from titanforge.optim.dobb.capture import BasisKeeper
 from titanforge.optim.dobb.reduction import Captured
 from titanforge.optim.dobb.rule import Dobb
+from titanforge.optim.dobb.stacks import Stack
 from titanforge.optim.placement import local_tensor
 
 
@@ -23,12 +24,16 @@ class GramKeeper(BasisKeeper):
     reads_gradients = True
 
     def __init__(
-        self, rule: Dobb, weights: Sequence[Captured], gradients_of: Sequence[tuple[nn.Parameter, int]]
+        self,
+        rule: Dobb,
+        weights: Sequence[Captured],
+        stacks: Sequence[Stack],
+        gradients_of: Sequence[tuple[nn.Parameter, int]],
     ) -> None:
         """gradients_of: of each weight, and the number of matrices in it on this rank that have statistics
         of their own.
         """
-        super().__init__(rule, weights)
+        super().__init__(rule, weights, stacks)
         self._gradients_of = list(gradients_of)
 
     @torch.no_grad()
@@ -45,11 +50,12 @@ class GramKeeper(BasisKeeper):
             old.copy_(torch.where(sound, new.to(old.dtype), old))
         if self._refreshing:
             self._refreshing = False
-            found = [
-                (weight, weight.statistic.float(), (weight.statistic != 0).any(dim=-1).any(dim=-1))
-                for weight in self.weights
-            ]
-            self.commit(self.find_bases(found), applies)
+            self._read_cold()
+            fresh = []
+            for stack in self.stacks:
+                seen = (stack.statistic != 0).any(dim=-1).any(dim=-1)
+                fresh.append(self.find_bases(stack, stack.statistic, seen))
+            self.commit(fresh, applies)
 
     def _blocks_of(self, gradient: Tensor, matrices: int, width: int) -> Tensor:
         """Gram matrices [b, w, w] of this rank's blocks, fp32."""

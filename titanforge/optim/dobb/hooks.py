@@ -197,7 +197,9 @@ class Reader:
 
     def close(self) -> None:
         """Capture no more, in code that knows nothing of it."""
-        self._set(None, None, None)
+        # Setting an attribute of a module is slow, and all readers are closed twice in a refresh step.
+        if self.module.__dict__.get(_SUMS[0].format(self.attribute), self) is not None:
+            self._set(None, None, None)
 
     def _set(self, *values: Tensor | None) -> None:
         for form, value in zip(_SUMS, values):

@@ -19,7 +19,7 @@ from titanforge.optim.owners import OwnedWeights
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.placement import address_of, local_tensor
 from titanforge.optim.rule import UpdateRule
-from titanforge.optim.states import load_states, new_state
+from titanforge.optim.states import check_rules, load_states, new_state
 
 _SLOT_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
 BASELINE_RULES = ("adam", "adamw", "sgd")
@@ -49,7 +49,7 @@ class TorchOptimizer:
             )
         self.implementation = implementation
         self._fused = implementation == "fused"
-        self._rule_name, self._rule = next(iter(rules.items()))
+        (self._rule,) = rules.values()
         self._params = [
             (name, param) for group in self.groups for name, param in zip(group.names, group.params)
         ]
@@ -78,7 +78,7 @@ class TorchOptimizer:
             torch_groups.append({"params": [locals_of[id(param)] for param in group.params], **options})
         kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
         forms = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}
-        return kinds[self._rule_name](torch_groups, lr=1e-3, **forms[self.implementation])
+        return kinds[rule.name](torch_groups, lr=1e-3, **forms[self.implementation])
 
     def _complete_states(self) -> dict[str, dict[str, Tensor]]:
         # torch makes states at the first step; a checkpoint must find them before it.
@@ -199,19 +199,13 @@ class TorchOptimizer:
         return {
             "step": self._count,
             "state": self._states,
-            "rule": {self._rule_name: torch.ones((), dtype=torch.int64)},
+            "rule": {self._rule.name: torch.ones((), dtype=torch.int64)},
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As `RuleOptimizer.load_state_dict`."""
-        theirs = sorted(state_dict.get("rule", {}))
-        if theirs != [self._rule_name]:
-            raise ValueError(
-                f"the checkpoint was written with optimizer rule {theirs}, this run has {self._rule_name!r}: "
-                "set optimizer.name back, or leave the states out with "
-                'checkpoint.exclude_from_loading = ["optimizer"]'
-            )
+        check_rules([self._rule], state_dict.get("rule", {}))
         load_states(self._states, state_dict["state"], {name: self._rule for name, _ in self._params})
         self._count.copy_(torch.as_tensor(state_dict["step"]))
         for local in self._locals:

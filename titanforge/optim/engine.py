@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -31,11 +31,7 @@ from titanforge.optim.placement import is_cut, local_tensor
 from titanforge.optim.replica_factors import FactoredRule, Mean, update_by_factors
 from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule
 from titanforge.optim.sharded import update_sharded
-from titanforge.optim.states import (
-    Fp8Scales,
-    Recipe,
-    load_states,
-)
+from titanforge.optim.states import Fp8Scales, Recipe, check_rules, load_states
 
 
 class RuleOptimizer:
@@ -368,30 +364,7 @@ class RuleOptimizer:
         Raises ValueError for what has no mean over replicas: states stored as codes, weights that are rounded
         at random.
         """
-        found = []
-        for family in self._families:
-            waits = split.splits(family.rule)
-            for entry in family.entries:
-                item = entry.item()
-                if not item.is_plain:
-                    raise ValueError(
-                        "replicas that step locally average weights and states: optimizer.state_dtype must "
-                        'be "float32" or "bfloat16", and optimizer.master_weights not '
-                        '"stochastic_rounding" (or set sync.policy = "every_step")'
-                    )
-                tensors = {"weight": item.weight}
-                tensors |= {state.slot.name: state.local.values for state in entry.states}
-                found += [
-                    split.ReplicatedTensor(
-                        entry.name, slot, waits, True, tensor, entry.factored and slot == "m"
-                    )
-                    for slot, tensor in tensors.items()
-                ]
-                found += [
-                    split.ReplicatedTensor(entry.name, slot, waits, False, local_tensor(tensor))
-                    for slot, tensor in entry.auxiliary.items()
-                ]
-        return found
+        return split.replicated_tensors(self._families)
 
     @torch.no_grad()
     def write_weights(self) -> None:
@@ -416,11 +389,6 @@ class RuleOptimizer:
         """Take the fp32 copies from the weights: after weights were loaded without their optimizer states."""
         for entry in self._all_entries():
             entry.take_master()
-
-    def _keys_of(self, rules: Collection[str]) -> str:
-        """The configuration keys that named these rules; of none, those of all."""
-        named = {group.rule.key for group in self.groups if group.rule.name in rules or not rules}
-        return " and ".join(sorted(named))
 
     def _all_entries(self) -> list[Entry]:
         return [entry for family in self._families for entry in family.entries]
@@ -451,13 +419,7 @@ class RuleOptimizer:
             raise ValueError(
                 f"optimizer state: {sorted(missing)} missing; this is no state of this optimizer"
             )
-        ours, theirs = {group.rule.name for group in self.groups}, set(state_dict["rule"])
-        if ours != theirs:
-            raise ValueError(
-                f"the checkpoint was written with optimizer rule {sorted(theirs)}, this run uses "
-                f"{sorted(ours)}: set {self._keys_of(ours - theirs)} back, or leave the states out with "
-                'checkpoint.exclude_from_loading = ["optimizer"]'
-            )
+        check_rules([group.rule for group in self.groups], state_dict["rule"])
         own = {entry.name: entry.saved() for entry in self._all_entries()}
         rule_of = {name: group.rule for group in self.groups for name in group.names}
         load_states(own, state_dict["state"], rule_of)

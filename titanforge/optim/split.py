@@ -9,12 +9,14 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from titanforge.optim.entries import Family
 from titanforge.optim.local_update import (
     LocalWeight,
     accumulate_states,
     update_weight_alone,
     write_copies,
 )
+from titanforge.optim.placement import local_tensor
 from titanforge.optim.rule import LocalStateRule, UpdateRule
 
 
@@ -69,6 +71,36 @@ def finish(rule: UpdateRule, items: Sequence[LocalWeight], hyper: Tensor) -> Non
     for item in items:
         update_weight_alone(rule, item, hyper[item.hyper_row])
     write_copies(items)
+
+
+def replicated_tensors(families: Sequence[Family]) -> list[ReplicatedTensor]:
+    """Weights and states of all families, in their order.
+
+    Raises ValueError for what has no mean over replicas: states stored as codes, weights that are rounded at
+    random.
+    """
+    found = []
+    for family in families:
+        waits = splits(family.rule)
+        for entry in family.entries:
+            item = entry.item()
+            if not item.is_plain:
+                raise ValueError(
+                    "replicas that step locally average weights and states: optimizer.state_dtype must be "
+                    '"float32" or "bfloat16", and optimizer.master_weights not "stochastic_rounding" (or set '
+                    'sync.policy = "every_step")'
+                )
+            tensors = {"weight": item.weight}
+            tensors |= {state.slot.name: state.local.values for state in entry.states}
+            found += [
+                ReplicatedTensor(entry.name, slot, waits, True, tensor, entry.factored and slot == "m")
+                for slot, tensor in tensors.items()
+            ]
+            found += [
+                ReplicatedTensor(entry.name, slot, waits, False, local_tensor(tensor))
+                for slot, tensor in entry.auxiliary.items()
+            ]
+    return found
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ the fp32 copy of a bfloat16 weight is `master`. Codes and scales are saved as th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -246,6 +246,22 @@ def refuse_sharded(rule: UpdateRule, name: str, param: nn.Parameter, parts: int)
             dim = sharded_dim(placement)
             same_input = axis_name(param, axis) == "tp"  # its ranks work on the same positions together
             rule.check_shards(name, param.shape, parts, dim, cuts(param, dim), same_input)
+
+
+def check_rules(rules: Sequence[UpdateRule], saved: Collection[str]) -> None:
+    """Raises ValueError, with the keys to set back, for states that other rules wrote.
+
+    rules: of this run. saved: names of those that wrote the states.
+    """
+    ours, theirs = {rule.name for rule in rules}, set(saved)
+    if ours == theirs:
+        return
+    new = ours - theirs or ours
+    keys = " and ".join(sorted({rule.key for rule in rules if rule.name in new}))
+    raise ValueError(
+        f"the checkpoint was written with optimizer rule {sorted(theirs)}, this run uses {sorted(ours)}: set "
+        f'{keys} back, or leave the states out with checkpoint.exclude_from_loading = ["optimizer"]'
+    )
 
 
 def load_states(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
+import pickle
 from pathlib import Path
 
 import pytest
+import safetensors.torch as safetensors_torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -117,6 +120,27 @@ def test_weights_lie_side_by_side_and_stay_parameters() -> None:
     model.load_state_dict(before)
     assert same(before, weights(model))
     train(model, optimizer, 1, 2)  # the weights are where they were: still attached
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_weights_and_states_are_saved_as_those_of_ordinary_models(tmp_path: Path, state_dtype: str) -> None:
+    """Each by itself: its storage is its own."""
+    merged, apart, options = llama(torch.bfloat16), llama(torch.bfloat16), options_of(state_dtype=state_dtype)
+    optimizer = fuse(merged, options, "bfloat16")
+    train(merged, optimizer, 0, 1)
+    apart.load_state_dict(merged.state_dict())
+    assert len(pickle.dumps(merged)) == pytest.approx(len(pickle.dumps(apart)), rel=0.01)
+    safetensors_torch.save_model(merged, str(tmp_path / "merged"))
+    safetensors_torch.save_model(apart, str(tmp_path / "apart"))
+    assert (tmp_path / "merged").read_bytes() == (tmp_path / "apart").read_bytes()
+    state = optimizer.state_dict()["state"]["layers.0.attention.wk.weight"]
+    for tensor in (merged.layers["0"].attention.wk.weight, *state.values()):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    expected = weights(merged)
+    optimizer.detach()
+    del optimizer
+    gc.collect()
+    assert same(expected, weights(merged)), "their memory goes with the last of them"
 
 
 def test_evaluation_copies_and_detached_models_are_ordinary() -> None:
@@ -322,8 +346,9 @@ def test_a_joint_launch_is_that_of_each(state_dtype: str) -> None:
     options = options_of(state_dtype=state_dtype)
     first = fuse(joint, options, "bfloat16")
     second = fuse(apart, options, "bfloat16", merge_projections=False)
-    state = first.state_dict()["state"]["layers.0.feed_forward.w3.weight"]
-    assert all(tensor._is_view() for tensor in state.values())
+    saved = first.state_dict()["state"]
+    gate, up = (saved[f"layers.0.feed_forward.{name}.weight"] for name in ("w1", "w3"))
+    assert all(_adjacent([gate[slot], up[slot]]) for slot in gate)
     for optimizer in (first, second):
         optimizer.begin_step(1)
         optimizer.before_backward(0)

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from titanforge.forge.adjacent import adjacent_parts
 from titanforge.forge.plan import Granule
 from titanforge.forge.sinks import Sink
 from titanforge.forge.sources import Product
@@ -83,14 +84,15 @@ def _joint_target(sinks: Sequence[Sink], entries: Sequence[Entry], weight: Tenso
 def _side_by_side(entries: Sequence[Entry], index: int) -> Encoded:
     """Move the states of this index side by side: each entry's own then is a part of it."""
     own = [entry.states[index] for entry in entries]
-    values = torch.cat([state.values for state in own])
-    scales = [state.scale for state in own if state.scale is not None]
-    scale = torch.cat(scales) if scales else None
-    first = 0
-    for entry, state in zip(entries, own):
-        rows = slice(first, first + state.values.shape[0])
-        entry.states[index] = replace(
-            state, values=values[rows], scale=None if scale is None else scale[rows]
-        )
-        first = rows.stop
+    values, parts = _lay([state.values for state in own])
+    scale, scales = None, [None] * len(own)
+    if own[0].scale is not None:
+        scale, scales = _lay([state.scale for state in own if state.scale is not None])
+    for entry, state, part, part_scale in zip(entries, own, parts, scales):
+        entry.states[index] = replace(state, values=part, scale=part_scale)
     return StoredState(own[0].slot, own[0].codec, values, scale).local
+
+
+def _lay(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    together = torch.cat(list(tensors))
+    return together, adjacent_parts(together, [len(tensor) for tensor in tensors])

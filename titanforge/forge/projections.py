@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanforge.forge.adjacent import adjacent_parts
 from titanforge.forge.coverage import Covered
 from titanforge.forge.plan import ParamPlan
 
@@ -128,6 +129,6 @@ def hooked(module: nn.Module) -> bool:
 
 def _lay(weights: Sequence[nn.Parameter]) -> Tensor:
     together = torch.cat([weight.detach() for weight in weights])
-    for weight, rows in zip(weights, together.split([weight.shape[0] for weight in weights])):
-        weight.data = rows
+    for weight, part in zip(weights, adjacent_parts(together, [weight.shape[0] for weight in weights])):
+        weight.data = part
     return together

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from titanforge.captured import WARM_UP_STEPS, CapturedStep, Graph
@@ -107,9 +106,3 @@ class CapturedUpdates:
             self._optimizer.finish_step(local, mean)
         else:
             self._go(("U", local.kind), lambda: self._optimizer.finish_step(local))
-
-
-def cuda_graph(device: torch.device) -> Graph:
-    from titanforge.captured import CudaGraph
-
-    return CudaGraph(device)

@@ -12,12 +12,12 @@ CPU process); `threads` are replicas inside one process, with the same policies 
 training loop: as many as wanted on one device, nothing to be learnt about time. With `--beside` several cells
 of such threads run at the same time, each in a process of its own, dealt over the GPUs; with `--seconds` too
 they take as many steps, at most --steps, as let all cells of the first seed end in time. With `--together`
-all cells begin at once and go at one pace, and the number of steps is settled on the way. A cell that is done
-is not run again.
-One that takes longer than --cell-seconds, or goes on at the end of --seconds, is stopped and called
-unfinished; none is begun that would not end in time if it took as long as the longest so far. Writes
-cells/*.json, after each of them results.json and results.md, which names cells that have no result, and at
-the end results.png. The exit status is 0 where all cells came to their last step.
+all cells begin at once and go at one pace, and the number of steps is settled on the way.
+
+A cell that is done is not run again. One that takes longer than --cell-seconds, or goes on at the end of
+--seconds, is stopped and called unfinished; none is begun that would not end in time if it took as long as
+the longest so far. Writes cells/*.json, after each of them results.json and results.md, which names cells
+that have no result, and at the end results.png. The exit status is 0 where all cells came to their last step.
 """
 
 from __future__ import annotations
@@ -257,8 +257,11 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         return go_beside(SIZES[options.size], options)
     else:
-        if options.compile:
-            get_ready(SIZES[options.size], argparse.Namespace(**vars(options) | {"seed": 0}))
+        if options.compile or options.graph:
+            ready = argparse.Namespace(**vars(options) | {"seed": 0})
+            if told := get_ready(SIZES[options.size], ready):
+                print(f"steps are launched as they are; {told}", flush=True)
+                options.graph = False
         go_through(options, train_here)
     return sync_report.exit_code(options.output)
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from scripts.bench.replicas import ThreadGroup, ThreadLedger, run_replicas
-from scripts.bench.sync_captured import CapturedGradients, CapturedUpdates, NewGraph, cuda_graph
+from scripts.bench.sync_captured import CapturedGradients, CapturedUpdates, NewGraph
 from scripts.bench.sync_pace import Pace
+from titanforge.captured import CudaGraph
 from titanforge.config.sections import DionOptions, Optimizer, ScalarOptimizer, Sync
 from titanforge.data.sources.jsonl import open_jsonl
 from titanforge.data.sources.text import open_python_stdlib
@@ -160,7 +161,7 @@ def train_threads(
 
         gradients: Any = None
         if options.graph:
-            graph = new_graph or functools.partial(cuda_graph, device)
+            graph = new_graph or functools.partial(CudaGraph, device)
             gradients = CapturedGradients(forward, list(model.parameters()), graph)
             optimizer = CapturedUpdates(optimizer, graph, lambda: gradients.captured)
         replication = Replication(group) if replicas > 1 else None  # type: ignore[arg-type]

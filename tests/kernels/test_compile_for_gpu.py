@@ -66,3 +66,17 @@ $L__BB0_3:
     arrival = "	@%p1 mbarrier.arrive"
     stored_later = guarded.replace(arrival, "	st.shared.b32 	[%r1], %r2;\n" + arrival)
     assert len(early_arrivals(stored_later)) == 1
+
+
+def test_a_barrier_of_one_warp_is_enough_for_a_part_of_one_warp_alone() -> None:
+    mover = """
+	barrier.sync 	1;
+$L__BB0_9:
+	cp.async.bulk.wait_group.read 	0;
+	bar.warp.sync 	-1;
+	@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];
+	barrier.sync 	1;
+"""
+    assert early_arrivals(mover) == []
+    consumers = mover.replace("$L__BB0_9:", "	bar.sync 	2, 128;\n$L__BB0_9:")
+    assert early_arrivals(consumers) == ["7: mbarrier.arrive.shared::cta.b64"]

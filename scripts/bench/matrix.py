@@ -24,12 +24,14 @@ import torch
 from scripts.bench.harness import machine_facts, markdown_table
 from scripts.bench.matrix_fused import fused
 from scripts.bench.matrix_kernels import correctness, refresh, signs, symmetric
+from scripts.bench.matrix_refresh import refresh_step
 from scripts.bench.matrix_steps import capture, optimizer_calls, side_stream
 
 PARTS: dict[str, Callable[[argparse.Namespace, Callable[[], float]], list[dict[str, Any]]]] = {
     "correctness": correctness,
     "refresh": refresh,
     "optimizer_calls": optimizer_calls,
+    "refresh_step": refresh_step,
     "capture": capture,
     "side_stream": side_stream,
     "symmetric": symmetric,
@@ -64,6 +66,7 @@ def main() -> int:
         "--refresh-variants", action="store_true", help="more tiles and forms, and the time of each kernel"
     )
     parser.add_argument("--tokens", type=int, default=8192, help="of a step where a model runs")
+    parser.add_argument("--layers", type=int, default=2, help="of the toy model")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, to prove the script anywhere")
     args = parser.parse_args()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -26,7 +26,7 @@ def gpt2(args: argparse.Namespace, flavor: str = "1.56B") -> nn.Module:
     """GPT-2 XL with random weights, in training mode."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, args.dtype))
-    tiny = {"dim": 64, "n_layers": 2, "n_heads": 4}
+    tiny = {"dim": 64, "n_layers": args.layers, "n_heads": 4}
     try:
         with torch.device("meta"):
             model: Any = build_model(

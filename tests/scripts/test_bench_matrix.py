@@ -11,7 +11,7 @@ from titanforge.optim import build_optimizer
 
 
 def test_statistics_stay_positive_semidefinite_when_bases_are_warmed_again_and_again() -> None:
-    args = argparse.Namespace(dtype="bfloat16", device="cpu", tiny=True)
+    args = argparse.Namespace(dtype="bfloat16", device="cpu", tiny=True, layers=2)
     model = matrix_steps.gpt2(args)
     chosen = matrix_steps.options(args, "Dobb", overlap_refresh=False, blocks=2)
     optimizer = build_optimizer(model, chosen, args.dtype)

@@ -20,12 +20,15 @@ from titanforge.optim.links import DataLinks
 
 @dataclass
 class Fresh:
-    """What a refresh has found for a stack, not yet in its states. failed: blocks, int64 scalar."""
+    """What a refresh has found for a stack, not yet in its states. failed: blocks, int64 scalar. sound: bool
+    [N], of statistics that are finite: looked at beside backward, where the bases are found there.
+    """
 
     stack: Stack
     statistics: Tensor
     bases: Tensor
     failed: Tensor
+    sound: Tensor
 
 
 class BasisKeeper(ABC):
@@ -92,15 +95,17 @@ class BasisKeeper(ABC):
         Reads states and writes none; the host does not wait, and has read which blocks are cold.
         """
         old, new, cold = stack.basis, statistics.to(stack.statistic.dtype), stack.cold()
+        # The largest is not finite where any is not; `isfinite` of all would write them out twice.
+        sound = torch.isfinite(torch.linalg.vector_norm(new, float("inf"), (-2, -1)))
         if len(cold) == len(old):  # the first refresh of a run
             bases, failed = eigenbases(new, old, self.options)
-            return Fresh(stack, new, torch.where(seen[:, None, None], bases, old), failed)
+            return Fresh(stack, new, torch.where(seen[:, None, None], bases, old), failed, sound)
         bases, failed = refresh_bases(new, old, self.options)
         if cold:  # experts that had no token as yet may have had their first
             first, missed = eigenbases(new[cold], old[cold], self.options)
             bases[cold] = torch.where(seen[cold, None, None], first, old[cold])
             failed = failed + missed
-        return Fresh(stack, new, bases, failed)
+        return Fresh(stack, new, bases, failed, sound)
 
     def commit(self, fresh: Sequence[Fresh], applies: Tensor) -> None:
         """Write what was found into the states, where the step is applied."""
@@ -108,9 +113,7 @@ class BasisKeeper(ABC):
         for found in fresh:
             stack = found.stack
             write_blocks(stack.basis, found.bases, applied.expand(len(stack.basis)))
-            # The largest is not finite where any is not; `isfinite` of all would write them out twice.
-            largest = torch.linalg.vector_norm(found.statistics, float("inf"), (-2, -1))
-            write_blocks(stack.statistic, found.statistics, torch.isfinite(largest) & applied)
+            write_blocks(stack.statistic, found.statistics, found.sound & applied)
             self.failed_blocks += torch.where(applied, found.failed, 0)
         if any(weight.cold for weight in self.weights):
             self._note_cold()

@@ -83,12 +83,14 @@ def cholesky_qr_refresh(
 def write_blocks(target: Tensor, values: Tensor, chosen: Tensor) -> None:
     """In place: target[i] = values[i] where chosen[i]; nothing is read or written of the others.
 
-    target, values: contiguous [N, w, w] of one dtype, which may be the same tensor. chosen: bool [N].
+    target, values: [N, w, w] of one dtype, which may be the same tensor; the target contiguous. chosen: bool
+    [N].
     """
     if not runs_triton(target):
         torch.where(chosen[:, None, None], values, target, out=target)
         return
     numel = target[0].numel()
+    values = values.contiguous()  # libraries return eigenvectors and Q by columns
     restore_kernel[(len(target), cdiv(numel, 4096))](
         chosen.to(torch.int32), values, target, numel, BLOCK=4096, **LAUNCH_OPTIONS
     )

@@ -59,8 +59,10 @@ def check_all() -> None:
     write_blocks(target, new, chosen)
     assert torch.equal(target[chosen], new[chosen])
     assert torch.equal(target[1].view(torch.int16), old[1].view(torch.int16))
-    write_blocks(target, target, chosen.expand(3))
+    write_blocks(target, target, chosen)
     assert torch.equal(target[0], new[0])
+    write_blocks(target, new.mT, chosen)
+    assert torch.equal(target[chosen], new.mT[chosen])
     # Of a bf16 basis the high plane alone is corrected: off by another rounding to bf16 (which the
     # interpreter cuts), no less orthonormal.
     basis = torch.linalg.qr(start).Q.to(torch.bfloat16)[:1]

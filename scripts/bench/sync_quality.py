@@ -212,6 +212,7 @@ def parser() -> argparse.ArgumentParser:
         "--corpus-mib", type=int, help="of this machine's Python sources, written to --corpus if not there"
     )
     found.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after them")
+    found.set_defaults(pace=None)  # each cell of --together gets its own
     return found
 
 
@@ -220,7 +221,6 @@ def main(argv: list[str]) -> int:
     gpus = torch.cuda.device_count()
     options.device = "cuda" if gpus else "cpu"
     options.replicas = options.replicas or (gpus if gpus > 1 else 4)
-    options.pace = None
     if options.together and options.mode != "processes":
         options.beside = options.beside or max(len(cells(options)), len(options.tune))
     if options.beside and options.mode != "processes":

@@ -10,10 +10,13 @@ so this op asks for it.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _library = torch.library.Library("titanforge", "FRAGMENT")
 _library.define("side_by_side(Tensor[] parts) -> Tensor")
@@ -45,7 +48,11 @@ def teach_inductor() -> None:
     try:
         from torch._inductor.ir import ConcatKernel, TensorBox
         from torch._inductor.lowering import register_lowering
-    except ImportError:
+    except ImportError as error:
+        logger.warning(
+            "gradients of merged projections take a copy more: inductor has other parts here (%s)",
+            error,
+        )
         return
 
     @register_lowering(torch.ops.titanforge.side_by_side.default, type_promotion_kind=None)

@@ -64,7 +64,8 @@ def job(world: World, layout: Layout = ALONE, **changes: Any) -> JobConfig:
     }
     for key, value in sizes.items():
         setattr(config.model, key, value)
-    config.training.seq_len = 128 if world.on_gpu else 16
+    pieces = 2 * world.size  # of a sequence, two a rank where attention goes round in a ring
+    config.training.seq_len = -(-(128 if world.on_gpu else 16) // pieces) * pieces
     config.training.max_norm = 0.0
     config.training.mixed_precision_param = "float32"
     config.activation_checkpoint.mode = "none"

@@ -16,7 +16,9 @@ from scripts import gates
 from scripts.exactness import runs
 from scripts.exactness.registry import GATES, Gate, Reading, World, at_least, multiple_of
 from tests.distributed_harness import run_distributed
+from titanforge.config import validate_config
 from titanforge.config.sections import Comm
+from titanforge.layout import build_dims, check_model
 from titanforge.optim import RuleOptimizer
 from titanforge.parallelisms import init_distributed
 from titanforge.sync import EveryStep
@@ -75,6 +77,23 @@ def test_what_a_world_cannot_run_says_why(outcomes: dict[str, Any]) -> None:
     world: Any = SimpleNamespace(size=3)
     assert at_least(2)(world) == "" and at_least(4)(world) == "needs 4 ranks, 3 started"
     assert multiple_of(3)(world) == ""
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 8, 16])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_jobs_of_the_gates_can_be_dealt_to_any_number_of_ranks(ranks: int, on_gpu: bool) -> None:
+    world: Any = SimpleNamespace(size=ranks, on_gpu=on_gpu)
+    layouts = {
+        "tp": runs.Layout(tp=ranks),
+        "ring": runs.Layout(cp=ranks),
+        "ulysses": runs.Layout(cp=ranks, method="ulysses"),
+        "fsdp": runs.Layout(dp_shard=ranks),
+        "replicas": runs.Layout(dp_replicate=ranks),
+    }
+    for layout in layouts.values():
+        config = runs.job(world, layout)
+        validate_config(config, ranks, "cpu")
+        check_model(config, build_dims(config, ranks))
 
 
 def test_ranks_that_do_not_answer_end_the_run() -> None:

@@ -31,7 +31,7 @@ from titanforge.kernels.gluon._gluon import (
 from titanforge.kernels.gluon.movers import load_operands, load_slots, place_of, store_slots
 from titanforge.kernels.gluon.pairs import nothing_met
 from titanforge.kernels.gluon.row_scales import own_place
-from titanforge.kernels.gluon.slice_update import update_slice
+from titanforge.kernels.gluon.slice_update import shared_number, update_slice
 from titanforge.kernels.gluon.slices import keep_largest, next_scale_of, scale_at
 from titanforge.kernels.tiles import BLOCKWISE, KIND, RANDOM, count_nonfinite
 
@@ -78,23 +78,29 @@ def multiply(
 
 
 @jit
-def moved(x, ASM: gl.constexpr):
-    return gl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+def taken(x, scale, PIECE: gl.constexpr, SCALED: gl.constexpr):
+    """x, times the scale if SCALED."""
+    # Each unlike the others, or the compiler would merge their branches: of `where` it makes two selects.
+    if SCALED:
+        asm: gl.constexpr = f"mul.rn.f32 $0, $1, $2; // {PIECE}"
+        x = gl.inline_asm_elementwise(asm, "=f,f,f", [x, scale], dtype=gl.float32, is_pure=True, pack=1)
+    else:
+        asm: gl.constexpr = f"mov.b32 $0, $1; // {PIECE}"
+        x = gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return x
 
 
 @jit
-def pick(piece, x00, x01, x10, x11):
-    """The slice's own of four values; slices go by rows of two."""
-    # Branches of one move, each unlike the others or the compiler would merge them: of `where` it makes two
-    # selects.
+def pick_next(piece, scale, x01, x10, x11, SCALED: gl.constexpr):
+    """Of the slices after the first one the one that follows, times the scale: the product that every rule
+    begins with takes the place of a move. Slices go by rows of two.
+    """
     if piece == 0:
-        x = moved(x00, "mov.b32 $0, $1; // 0")
+        x = taken(x01, scale, 1, SCALED)
     elif piece == 1:
-        x = moved(x01, "mov.b32 $0, $1; // 1")
-    elif piece == 2:
-        x = moved(x10, "mov.b32 $0, $1; // 2")
+        x = taken(x10, scale, 2, SCALED)
     else:
-        x = moved(x11, "mov.b32 $0, $1; // 3")
+        x = taken(x11, scale, 3, SCALED)
     return x
 
 
@@ -117,12 +123,14 @@ def consume(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
     )
     ROWS: gl.constexpr = gl.SliceLayout(1, SLICE)
-    MOVE_UP: gl.constexpr = ((W_CODEC | S0_CODEC | S1_CODEC) & (KIND | RANDOM)) != 0
+    # Random rounding wants all registers: there the scale in a register is spilled, or another number.
+    SCALED: gl.constexpr = ((W_CODEC | S0_CODEC | S1_CODEC) & RANDOM) == 0
     dy_buf, x_buf, filled, free = operands
     first = gl.program_id(0)
     programs = gl.num_programs(0)
     rows = gl.arange(0, 64, ROWS)
     apply = gl.load(h_ptr) != 0
+    scale = shared_number(numbers, 3, HYPERS)  # of gradients
     s0_next = next_scale_of(s0_meta_ptr, S0_CODEC)
     s1_next = next_scale_of(s1_meta_ptr, S1_CODEC)
     # Two states of block codecs: what is the first one's stands for both, see `row_scales`.
@@ -192,12 +200,13 @@ def consume(
         g01 = gl.convert_layout(g01, SLICE, assert_trivial=True)
         g10 = gl.convert_layout(g10, SLICE, assert_trivial=True)
         g11 = gl.convert_layout(g11, SLICE, assert_trivial=True)
+        if SCALED:
+            g00 = g00 * scale
         if not BY_SLICE:
             mbarrier.wait(update_turns.index(1 - WID), op)
         # A loop that selects its slice, not four copies of the update: code of both consumers that outgrows
-        # the instruction cache (some 128 KB) is fetched anew for every tile. Where an update needs the
-        # registers, a slice's own are given up to it and the other slices move up: fewer instructions than
-        # spilling.
+        # the instruction cache (some 128 KB) is fetched anew for every tile. A slice's registers are given up
+        # to its update, and the next slice takes them over.
         for piece in range(4):
             after = offsets + gl.where(piece % 2 == 0, 1, gl.where(piece == 1, 64 * scale_stride - 1, 0))
             if JOINT:
@@ -207,21 +216,16 @@ def consume(
                 next_s0_scale = scale_at(s0_meta_ptr, after, S0_CODEC)
                 next_s1_scale = scale_at(s1_meta_ptr, after, S1_CODEC)
             s0_largest, s1_largest = update_slice(
-                g00 if MOVE_UP else pick(piece, g00, g01, g10, g11), t * 4 + piece, write, rescale, s0_scale,
-                s1_scale, s0_next, s1_next, s0_largest, s1_largest, offsets, ring, s0_meta_ptr,
-                s1_meta_ptr, h_ptr, numbers, rng_ptr, tensor_id, first_row + piece // 2 * 64,
-                j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op, piece, WID, EPILOGUE, HYPERS,
-                SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE, JOINT,
+                g00, t * 4 + piece, write, rescale, s0_scale, s1_scale, s0_next, s1_next, s0_largest,
+                s1_largest, offsets, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, numbers, rng_ptr, tensor_id,
+                first_row + piece // 2 * 64, j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op,
+                piece, WID, EPILOGUE, HYPERS, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING,
+                BY_SLICE, JOINT, SCALED,
             )  # fmt: skip
             offsets = after
             s0_scale = next_s0_scale
             s1_scale = next_s1_scale
-            if MOVE_UP:
-                if piece % 2 == 0:
-                    g00 = moved(g01, "mov.b32 $0, $1; // 0")
-                else:
-                    g00 = moved(g10, "mov.b32 $0, $1; // 1")
-                    g01 = moved(g11, "mov.b32 $0, $1; // 1")
+            g00 = pick_next(piece, scale, g01, g10, g11, SCALED)
         if not BY_SLICE:
             mbarrier.arrive(update_turns.index(WID), count=1)
         op ^= 1

@@ -20,14 +20,15 @@ def shared_number(numbers, INDEX: gl.constexpr, HYPERS: gl.constexpr):
 
 
 @jit
-def shared_numbers(numbers, HYPERS: gl.constexpr):
-    """All of them, as epilogues take them. What a rule does not use, is not loaded.
+def shared_numbers(numbers, HYPERS: gl.constexpr, SCALED: gl.constexpr):
+    """All of them, as epilogues take them. What a rule does not use, is not loaded. SCALED: the gradient has
+    been multiplied by its scale.
 
     From global memory each would wait for the scales that are fetched a slice ahead, which a warp gets first.
     """
     return (
         shared_number(numbers, 0, HYPERS), shared_number(numbers, 1, HYPERS),
-        shared_number(numbers, 2, HYPERS), shared_number(numbers, 3, HYPERS),
+        shared_number(numbers, 2, HYPERS), 1.0 if SCALED else shared_number(numbers, 3, HYPERS),
         shared_number(numbers, 4, HYPERS), shared_number(numbers, 5, HYPERS),
         shared_number(numbers, 6, HYPERS), shared_number(numbers, 7, HYPERS),
         shared_number(numbers, 8, HYPERS), shared_number(numbers, 9, HYPERS),
@@ -42,10 +43,11 @@ def update_slice(
     unknown_zero, turns, op, piece, WID: gl.constexpr, EPILOGUE: gl.constexpr, HYPERS: gl.constexpr,
     SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
-    RING: gl.constexpr, BY_SLICE: gl.constexpr, JOINT: gl.constexpr,
+    RING: gl.constexpr, BY_SLICE: gl.constexpr, JOINT: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Epilogue of one slice, on what the ring holds of it. Returns of both states what `store_slice` does.
 
+    SCALED: g has been multiplied by its scale.
     write: the slice is applied. rescale: it is not, but the scale of whole-tensor codecs moves on.
     offsets: of the scales of the slice's rows, the same in both states. JOINT: both states' scales are found
     at once, and what is the first one's stands for both (see `row_scales`).
@@ -82,7 +84,7 @@ def update_slice(
         if (W_CODEC | S0_CODEC | S1_CODEC) & RANDOM and (S0_CODEC & KIND) == BLOCKWISE:
             w, s0, s1 = EPILOGUE(g, w, s0, s1, h_ptr)
         else:
-            w, s0, s1 = EPILOGUE(g, w, s0, s1, shared_numbers(numbers, HYPERS))
+            w, s0, s1 = EPILOGUE(g, w, s0, s1, shared_numbers(numbers, HYPERS, SCALED))
         w_lane = 0
         s0_lane = 0
         s1_lane = 0

@@ -4,8 +4,8 @@
 
 Counts the innermost loop that holds the update (pp2: 32 weights a thread and slice, coop: 64 a thread and
 chunk), and for the portable form what follows its last product. They are counted as they stand: of a branch
-all sides, so that pp2's four-way choice of a slice counts three moves too many a weight, and fp8 what
-rewrites an unapplied tile. Names are those of `compile_kernels.py`.
+all sides, so that pp2's three-way choice of the next slice counts two products a weight too many, and fp8
+what rewrites an unapplied tile. Names are those of `compile_kernels.py`.
 """
 
 from __future__ import annotations

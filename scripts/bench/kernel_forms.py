@@ -26,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from kernel_cells import DOWN, EXPERTS, GATE_UP, LAYER, MODELS, QWEN3_32B
 from kernel_form_jobs import GEOMETRIES, Check, Timing
+from kernels_report import forms_markdown, plot
 
+from scripts.bench.harness import machine_facts
 from titanforge.kernels.forms import COOPERATIVE, PINGPONG, PORTABLE, unavailable
 
 
@@ -228,8 +230,8 @@ def compare_forms(
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda")
     report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "checks": {}, "cells": [],
-        "standards": [], "failures": [],
+        "device": torch.cuda.get_device_name(), "machine": machine_facts(), "checks": {}, "cells": [],
+        "standards": [], "totals": [], "failures": [],
     }  # fmt: skip
 
     def save() -> None:
@@ -249,7 +251,8 @@ def compare_forms(
         for check, future in zip(listed, running):
             answer = future.result()
             report["checks"][check.name] = answer
-            if tell_check(check, answer):
+            answer["right"] = tell_check(check, answer)
+            if answer["right"]:
                 right.add((check.form, check.geometry, check.rule, check.recipe))
             else:
                 report["failures"].append(check.name)
@@ -308,7 +311,12 @@ def compare_forms(
                         flush=True,
                     )
             save()
-        for line in best_totals(report["cells"], standards):
+        report["machine"] = machine_facts()  # with the clocks of a card at work
+        report["totals"] = best_totals(report["cells"], standards)
+        save()
+        (out / "kernel_forms.md").write_text(forms_markdown(report))
+        plot(report["cells"], out / "kernel_forms.png")
+        for line in report["totals"]:
             print(line, flush=True)
     print(
         f"[{time.time() - began:.0f} s] {len(report['failures'])} failures: {report['failures']}"[:3000],

@@ -3,14 +3,14 @@
 For every cell (shape, tokens, storage recipe, rule): error of weight and states against fp64; gate T0 (fused
 equals store-G and flat pass, bit for bit); median time over CUDA-graph replays on rotating buffers; its ratio
 to the floor max(bytes / 4.25 TB/s, FLOPs / 730 TF/s) and to cuBLAS G + torch fused AdamW. Writes kernels.json
-and kernels.md.
+(also the form and tile that each cell chose, versions, the card's clocks), kernels.md and kernels.png.
 
     python scripts/bench/kernels.py --out FOLDER [--set default|quick|full|random] [--budget SECONDS] [--tune]
     python scripts/bench/kernels.py --out FOLDER --forms portable pp2 coop [--budget SECONDS] [--processes N]
         [--set default|random|experts]
 
-The second compares the forms of the kernel (`kernel_forms.py`), each in processes of its own. The set
-`random` is of stochastic rounding, `experts` of Qwen3-30B-A3B's.
+The second compares the forms of the kernel (`kernel_forms.py`), each in processes of its own, and writes
+kernel_forms.json, .md and .png. The set `random` is of stochastic rounding, `experts` of Qwen3-30B-A3B's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-import triton
 from kernel_cells import (
     ATTENTION,
     BANDWIDTH,
@@ -49,8 +48,9 @@ from kernel_cells import (
     time_standard,
     torch_adamw,
 )
-from kernels_report import markdown, totals
+from kernels_report import markdown, plot, totals
 
+from scripts.bench.harness import machine_facts
 from titanforge.kernels.autotune import autotune
 from titanforge.kernels.codecs import decode
 from titanforge.kernels.config import TileConfig
@@ -234,7 +234,7 @@ def run_cell(cell: Cell, device: torch.device, standards: dict[Any, dict[str, fl
 def main() -> int:
     """Run a set of cells; 1 if a cell failed or a T0 gate did not hold."""
     parser = argparse.ArgumentParser(description="Measure the fused update kernels.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for kernels.json and kernels.md")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the report")
     parser.add_argument("--set", choices=("default", "quick", "full", "random", "experts"), default="default")
     parser.add_argument("--budget", type=float, default=210.0, help="seconds in which cells begin")
     parser.add_argument("--tune", action="store_true", help="autotune Llama-8B's shapes first")
@@ -258,7 +258,7 @@ def main() -> int:
     device = torch.device("cuda")
     arguments.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "device": torch.cuda.get_device_name(), "machine": machine_facts(),
         "cells": [], "totals": [], "others": {}, "failures": [], "left_out": [], "seconds": 0.0,
     }  # fmt: skip
 
@@ -302,7 +302,9 @@ def main() -> int:
             if result is not None:
                 report["others"][name] = result
                 print(f"{name}: {result}", flush=True)
+    report["machine"] = machine_facts()  # with the clocks of a card at work
     save()
+    plot(report["cells"], arguments.out / "kernels.png")
     print(markdown(report))
     return 1 if report["failures"] or not all(cell["t0"] for cell in report["cells"]) else 0
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from scripts.exactness.one_linear import PAPER, SMALL, relative_rms, weights_by_step
 from scripts.exactness.registry import Reading, World, gate
 from scripts.exactness.runs import (
     ALONE,
@@ -26,7 +26,6 @@ from scripts.exactness.runs import (
     tensors_apart,
 )
 from titanforge.config.sections import Optimizer
-from titanforge.forge import Ranks, attach
 from titanforge.optim.build import build_groups, build_recipe
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.param_groups import ParamGroupSpec
@@ -188,52 +187,21 @@ def weight_error(world: World) -> Iterator[Reading]:
     """Twenty bf16 AdamW steps of one linear against fp32: the fused path's rms weight error is no larger than
     the standard path's, which rounds each gradient to bf16 first (FORGE, appendix E).
     """
-    large = world.on_gpu or world.full
-    V, H, BT = (1024, 4096, 2048) if large else (96, 256, 128)
-    reference = _twenty_steps(world, V, H, BT, torch.float32, rule(), fuse=False)
+    size = PAPER if world.on_gpu or world.full else SMALL
+    *_, reference = weights_by_step(size, torch.float32, rule(), world.device, fuse=False)
     for name, options, paper in (
         ("bf16 throughout", rule(state_dtype="bfloat16"), 5.83e-4 / 6.09e-4),
         ("fp32 master", rule(master_weights="float32"), None),
     ):
-        standard, fused_error = (
-            float((_twenty_steps(world, V, H, BT, torch.bfloat16, options, fuse=fuse) - reference).norm())
-            / float(reference.norm())
-            for fuse in (False, True)
-        )
-        what = f"{name}, V={V} H={H} BT={BT}: rms error, fused over standard ({standard:.3e})"
+        errors = []
+        for fuse in (False, True):
+            *_, last = weights_by_step(size, torch.bfloat16, options, world.device, fuse=fuse)
+            errors.append(relative_rms(last, reference))
+        standard, fused_error = errors
+        what = f"{name}, {size}: rms error, fused over standard ({standard:.3e})"
         # Where the weights are bf16 their own rounding, alike on both paths, is nearly all of the error, and
         # the ratio falls to either side of 1 in the fourth digit.
         yield Reading(what, fused_error / standard, 1.0 if name == "fp32 master" else 1.001, paper)
-
-
-def _twenty_steps(
-    world: World, V: int, H: int, BT: int, dtype: torch.dtype, options: Optimizer, *, fuse: bool
-) -> Tensor:
-    """The weight [V, H], or its fp32 master, in fp64 after 20 AdamW steps (lr 1e-3) on given inputs."""
-    generator = torch.Generator().manual_seed(0)
-    linear = nn.Linear(H, V, bias=False)
-    with torch.no_grad():
-        linear.weight.copy_((torch.randn(V, H, generator=generator) * 0.02).bfloat16())
-    linear = linear.to(world.device, dtype)
-    x = torch.randn(BT, H, generator=generator).to(world.device)
-    labels = torch.randint(0, V, (BT,), generator=generator).to(world.device)
-
-    def loss() -> Tensor:
-        return F.cross_entropy(linear(x.to(dtype)).float(), labels)
-
-    groups = build_groups(linear, options)
-    recipe = build_recipe(options, str(dtype).removeprefix("torch."))
-    optimizer = (
-        attach(linear, groups, recipe, probe=loss, ranks=Ranks()) if fuse else RuleOptimizer(groups, recipe)
-    )
-    for _ in range(20):
-        optimizer.zero_grad()
-        optimizer.begin_step(1)
-        value = loss()
-        optimizer.before_backward(0, torch.isfinite(value.detach()))
-        value.backward()
-        optimizer.step()
-    return optimizer.state_dict()["state"]["weight"].get("master", linear.weight).detach().double()
 
 
 @gate("resume")

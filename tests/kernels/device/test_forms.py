@@ -117,20 +117,21 @@ def test_every_rule(form: str, name: str) -> None:
     assert_same_bits(found.tensors(), flat.tensors())
 
 
-@pytest.mark.parametrize("form", CONFIGS)
+@pytest.mark.parametrize("form", ["portable", *CONFIGS])
 @pytest.mark.parametrize("recipe", ["bf16", "int8_sr"])
 @pytest.mark.parametrize(("n", "k", "tokens"), [(1024, 4096, 512), (4096, 4096, 512), (4096, 14336, 2048)])
 def test_a_hundred_repeats_do_not_differ(form: str, recipe: str, n: int, k: int, tokens: int) -> None:
+    config = CONFIGS.get(form, PORTABLE_CONFIG)
     rule, rng = get_epilogue("adamw"), torch.tensor([3, 4], device=CUDA)
     dy, x = operands(n, k, tokens)
     hyper = hyper_vector(rule, CUDA)
     start, first, again = (Weight(rule, recipe, (n, k), CUDA) for _ in range(3))
-    fused_wgrad_update(dy, x, first.weight, first.states, rule, hyper, rng=rng, config=CONFIGS[form])
+    fused_wgrad_update(dy, x, first.weight, first.states, rule, hyper, rng=rng, config=config)
     wrong = torch.zeros((), dtype=torch.int64, device=CUDA)
     for _ in range(100):
         for into, source in zip(again.tensors(), start.tensors()):
             into.copy_(source)
-        fused_wgrad_update(dy, x, again.weight, again.states, rule, hyper, rng=rng, config=CONFIGS[form])
+        fused_wgrad_update(dy, x, again.weight, again.states, rule, hyper, rng=rng, config=config)
         for a, b in zip(again.tensors(), first.tensors()):
             wrong += (a.view(torch.uint8) != b.view(torch.uint8)).sum()
     assert wrong.item() == 0

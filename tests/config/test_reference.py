@@ -82,3 +82,17 @@ def test_paths_read_and_write():
     schema.set_value(config, "training.dataloader.num_workers", 3)
     assert config.training.dataloader.num_workers == 3
     assert schema.get_value(config, "training.dataloader.num_workers") == 3
+
+
+def test_page_of_optimizers_gives_every_key_of_the_matrix_rules_its_symbol_and_default():
+    page = (REPOSITORY / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    table = page[page.index("| key | symbol | default | in the papers |") :].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    told = {key.strip("`"): default.strip("`") for key, _, default, _ in rows}
+    keys = schema.all_keys()
+    assert told == {path: schema.show(keys[path].default) for path in told}
+    matrix = ("optimizer.muon.", "optimizer.dion.", "optimizer.dobb.")
+    assert {path for path in keys if path.startswith(matrix)} <= set(told)
+    symbols = {key.strip("`"): symbol for key, symbol, *_ in rows}
+    for path, symbol in (("momentum", "mu"), ("dobb.blocks", "B"), ("dobb.decay", "beta_C")):
+        assert symbols[f"optimizer.{path}"] == symbol

@@ -82,9 +82,9 @@ class DobbOptions:
     relative_shift: float = 1e-2
     """omega: before Cholesky QR the shift is omega times the largest absolute row sum of C."""
     statistics_dtype: Literal["float32", "bfloat16"] = "float32"
-    """How second moments are stored between refreshes."""
+    """How second moments are stored between refreshes (C)."""
     basis_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """How bases are stored."""
+    """How bases are stored (U)."""
     overlap_refresh: bool = True
     """Refresh bases during backward, on a stream of its own, once inputs are captured; false: in the
     optimizer call. The same bits either way. Side G and exact eigendecompositions wait for the call."""
@@ -95,7 +95,7 @@ class Optimizer:
     name: str = "AdamW"
     """Update rule, any case: see docs/optimizers.md for the list."""
     lr: float = 8e-4
-    """Peak learning rate."""
+    """gamma: peak learning rate."""
     beta1: float = 0.9
     """First-moment decay (Adam family, Lion)."""
     beta2: float = 0.95
@@ -103,9 +103,9 @@ class Optimizer:
     eps: float = 1e-8
     """Added to the denominator (Adam family)."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; norms, biases and embeddings get none unless a group says so."""
+    """lambda: decoupled weight decay; norms, biases and embeddings get none unless a group says so."""
     momentum: float = 0.9
-    """Momentum of SGD and of the matrix rules."""
+    """mu: momentum of SGD and of the matrix rules, whose papers take 0.95."""
     nesterov: bool = False
     """Nesterov momentum (SGD, Muon, RMNP, Dobb)."""
     update_scale: Literal["shared", "own", "rank_corrected"] = "shared"

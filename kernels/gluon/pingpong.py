@@ -105,6 +105,21 @@ def pick_next(piece, scale, x01, x10, x11, SCALED: gl.constexpr):
 
 
 @jit
+def pick_next_both(piece, scale, x01, x10, x11, own01, own10, own11):
+    """`pick_next`, scaled, and with it the next slice's own of what is unscaled."""
+    if piece == 0:
+        x = taken(x01, scale, 1, True)
+        own = taken(own01, scale, 1, False)
+    elif piece == 1:
+        x = taken(x10, scale, 2, True)
+        own = taken(own10, scale, 2, False)
+    else:
+        x = taken(x11, scale, 3, True)
+        own = taken(own11, scale, 3, False)
+    return x, own
+
+
+@jit
 def consume(
     WID: gl.constexpr, operands, ring, numbers, multiply_turns, update_turns, s0_meta_ptr, s1_meta_ptr, h_ptr,
     rng_ptr, tensor_id, norm_ptr, nonfinite_ptr, offsets_ptr, T, tiles, tiles_n, tiles_k, scale_stride, group,
@@ -159,11 +174,16 @@ def consume(
             offsets_ptr, program, T, tiles_n, tiles_k, group, GROUPED
         )
         first_row = (expert * tiles_n + i) * BLOCK_N
-        # The first slice's scales come before the mainloop, the others' a slice ahead: none is waited for.
+        # Where a thread has but one scale of a slice, all come before the mainloop: loads of so many lines
+        # hold up those from shared memory. Else the first slice's do, and the others' come a slice ahead.
         offsets = (first_row + rows) * scale_stride + j * (BLOCK_K // 64)
         if JOINT:
+            below = scales + 64 * scale_stride
             s0_scale = gl.load(scales + offsets)
             s1_scale = 0.0
+            scale01 = gl.load(scales + offsets + 1)
+            scale10 = gl.load(below + offsets)
+            scale11 = gl.load(below + offsets + 1)
         else:
             s0_scale = scale_at(s0_meta_ptr, offsets, S0_CODEC)
             s1_scale = scale_at(s1_meta_ptr, offsets, S1_CODEC)
@@ -209,10 +229,7 @@ def consume(
         # to its update, and the next slice takes them over.
         for piece in range(4):
             after = offsets + gl.where(piece % 2 == 0, 1, gl.where(piece == 1, 64 * scale_stride - 1, 0))
-            if JOINT:
-                next_s0_scale = gl.load(scales + after)
-                next_s1_scale = 0.0
-            else:
+            if not JOINT:
                 next_s0_scale = scale_at(s0_meta_ptr, after, S0_CODEC)
                 next_s1_scale = scale_at(s1_meta_ptr, after, S1_CODEC)
             s0_largest, s1_largest = update_slice(
@@ -223,9 +240,12 @@ def consume(
                 BY_SLICE, JOINT, SCALED,
             )  # fmt: skip
             offsets = after
-            s0_scale = next_s0_scale
-            s1_scale = next_s1_scale
-            g00 = pick_next(piece, scale, g01, g10, g11, SCALED)
+            if JOINT:
+                g00, s0_scale = pick_next_both(piece, scale, g01, g10, g11, scale01, scale10, scale11)
+            else:
+                g00 = pick_next(piece, scale, g01, g10, g11, SCALED)
+                s0_scale = next_s0_scale
+                s1_scale = next_s1_scale
         if not BY_SLICE:
             mbarrier.arrive(update_turns.index(WID), count=1)
         op ^= 1

@@ -21,9 +21,16 @@ from torch import Tensor
 from titanforge.kernels._triton import triton
 from titanforge.kernels.autotune import scratch_target
 from titanforge.kernels.codecs import Encoded
-from titanforge.kernels.config import _FEW_TOKENS, TileConfig, choose_config
+from titanforge.kernels.config import TileConfig, choose_config
 from titanforge.kernels.epilogues import get_epilogue
-from titanforge.kernels.forms import COOPERATIVE, PINGPONG, checked_key, checked_path, unavailable
+from titanforge.kernels.forms import (
+    COOPERATIVE,
+    PINGPONG,
+    PORTABLE,
+    checked_key,
+    checked_path,
+    unavailable,
+)
 from titanforge.kernels.machine_cache import add_entry
 from titanforge.kernels.wgrad import fused_wgrad_update
 
@@ -58,8 +65,11 @@ def run_check(form: str, name: str, device: torch.device) -> str:
         dy = torch.randn(tokens, n, device=device).bfloat16()
         x = torch.randn(tokens, k, device=device).bfloat16()
         start = [part for part in (weight, *states) if part is not None]
-        config = choose_config(n, k, tokens, dy.dtype, "-".join(names), device, form=form)
-        expected = _updated(start, master, dy, x, offsets, _FEW_TOKENS)
+        config, portable = (
+            choose_config(n, k, tokens, dy.dtype, "-".join(names), device, form=one)
+            for one in (form, PORTABLE)
+        )
+        expected = _updated(start, master, dy, x, offsets, portable)
         for launch in range(1 + REPEATS):
             found = _updated(start, master, dy, x, offsets, config)
             wrong = sum(int((_bits(a) != _bits(b)).sum()) for a, b in zip(found, expected))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.forge.toy import llama, llama_loss, options_of, same, train, weights
 from titanforge.forge import ForgeOptimizer, Granule, ParamPlan, Ranks, Steps, attach
@@ -217,6 +218,37 @@ def test_weights_move_together_only_when_nothing_can_fail_any_more() -> None:
     assert (surface(model), [param.data_ptr() for param in model.parameters()]) == before
     model.norm = norm
     train(model, former, 0, 1)
+
+
+class Full(TorchDispatchMode):
+    """A device that has no room for as many bytes at a time."""
+
+    def __init__(self, bytes_at_a_time: int) -> None:
+        super().__init__()
+        self.limit = bytes_at_a_time
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        owns = isinstance(made, Tensor) and made._base is None
+        if owns and made.untyped_storage().nbytes() >= self.limit:
+            raise torch.OutOfMemoryError("no room")
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_stay_where_they_are_without_room_to_move_the_largest_group(dtype: torch.dtype) -> None:
+    """For q, k and v there would be room, and they come first. fp32 states take more of it than bf16 weights.
+
+    The model is small beside its groups, so that all else is there.
+    """
+    model = llama(dtype, hidden_dim=400)
+    before = surface(model), [param.data_ptr() for param in model.parameters()]
+    ffn = model.layers["0"].feed_forward
+    largest = 4 * sum(linear.weight.numel() for linear in (ffn.w1, ffn.w3))
+    with Full(largest), pytest.raises(torch.OutOfMemoryError, match="no room"):
+        attach(model, AdamW(), probe=lambda: llama_loss(model, 0))
+    assert (surface(model), [param.data_ptr() for param in model.parameters()]) == before
+    train(model, attach(model, AdamW(), probe=lambda: llama_loss(model, 0)), 0, 1)
 
 
 def final(base: type[nn.Module]) -> type[nn.Module]:

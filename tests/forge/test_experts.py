@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.forge.toy import (
     SIZES,
     TOKENS,
     VOCAB,
+    batch,
     fuse,
     fuse_materialised,
     largest_difference,
@@ -49,20 +51,40 @@ def test_experts_are_exact(name: str) -> None:
     assert largest_difference(weights(fused), weights(plain)) < 2e-5
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_an_expert_without_tokens_decays(name: str) -> None:
-    model = experts()
-    optimizer = fuse(model, options_of(name))
-    train(model, optimizer, 0, 3)
-    before = weights(model)
-    train(model, optimizer, 3, 4)
-    after = weights(model)
-    load = model.load.sum(0)  # nobody ends the model's step here: rows since the start
-    assert load[:-1].sum() > 0
-    for key in before:
-        if ".experts." in key:
-            for expert in range(before[key].shape[0]):
-                assert not torch.equal(before[key][expert], after[key][expert]), (key, expert)
+def few_tokens(model: Any, number: int) -> Tensor:
+    """Two tokens, four experts each: at least eight of a layer's sixteen get none."""
+    tokens, labels = (part[1:, :2] for part in batch(number))
+    return model(tokens, None, None, labels) / 2
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon"])
+def test_an_expert_without_tokens_takes_the_part_of_its_step_without_gradient(name: str) -> None:
+    fused, plain = experts(), experts()
+    options = options_of(name, weight_decay=0.0)  # SGD's would enter its momentum
+    optimizer, reference = fuse(fused, options), ordinary(plain, options)
+    train(fused, optimizer, 0, 3)
+    train(plain, reference, 0, 3)
+    before, momentum = weights(fused), states(optimizer)
+    loads: dict[str, Tensor] = {}
+    for layer, block in fused.layers.items():
+        block.feed_forward.register_forward_hook(
+            lambda _module, _inputs, made, layer=layer: loads.update({layer: made[1].load_E})
+        )
+    train(fused, optimizer, 3, 4, loss=few_tokens)
+    train(plain, reference, 3, 4, loss=few_tokens)
+    after, expected, kept = weights(fused), weights(plain), states(optimizer)
+    decay = options.beta2 if name == "lion" else options.beta1 if name == "adamw" else options.momentum
+    checked = 0
+    for key in (key for key in before if ".experts." in key):
+        load = loads[key.split(".")[1]]
+        assert load.sum() == 8
+        for expert in (load == 0).nonzero().flatten().tolist():
+            assert not torch.equal(before[key][expert], after[key][expert]), (key, expert)
+            torch.testing.assert_close(after[key][expert], expected[key][expert], rtol=0, atol=2e-5)
+            m = f"{key}.m"
+            torch.testing.assert_close(kept[m][expert], decay * momentum[m][expert], rtol=1e-6, atol=0)
+            checked += 1
+    assert checked >= 2 * 3 * 8
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

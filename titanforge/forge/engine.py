@@ -18,7 +18,7 @@ from titanforge.forge.clip import LaggedClip
 from titanforge.forge.coverage import Covered
 from titanforge.forge.head import HeadSink
 from titanforge.forge.hooked import ArrivalQueue, HookedSink, consume, take_from_former, total_square
-from titanforge.forge.joint import JointSink
+from titanforge.forge.joint import JointSink, check_room
 from titanforge.forge.modules import (
     FusedRead,
     Projection,
@@ -100,6 +100,7 @@ class ForgeOptimizer(RuleOptimizer):
         apart = set(captured or ())  # Dobb's hooks wait for each linear
         merged = merged_groups(model, covered, plans, apart) if merge_projections else []
         check_classes(fused_modules(covered, plans))  # while all weights lie where they did
+        check_room(merged, {entry.name: entry for entry, _ in self._entries_with_family()})
         self._fuse(covered, list(zip(merged, lay_side_by_side(merged, covered))))
 
     # ---------------------------------------------------------------- building

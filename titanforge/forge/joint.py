@@ -7,7 +7,7 @@ launch takes them all; that changes no bit of any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titanforge.forge.adjacent import adjacent_parts
 from titanforge.forge.plan import Granule
+from titanforge.forge.projections import Group
 from titanforge.forge.sinks import Sink
 from titanforge.forge.sources import Product
 from titanforge.kernels.codecs import Encoded
@@ -23,6 +24,27 @@ from titanforge.kernels.step import Target, make_target
 from titanforge.optim.entries import Entry
 from titanforge.optim.rule import LocalStateRule
 from titanforge.optim.states import StoredState
+
+
+def check_room(groups: Sequence[Group], entries: Mapping[str, Entry]) -> None:
+    """Take what moving the largest group takes, on each device, and give it back.
+
+    entries: of the weights by name. Raises OutOfMemoryError, with nothing moved, where that much is not free:
+    weights and states of a group are copied before their former places are.
+    """
+    room: dict[torch.device, int] = {}
+    for group in groups:
+        members = [entries[name] for name in group.names]
+        moved = [[entry.param for entry in members]]
+        if _states_move(members):
+            moved += [
+                list(values) for values in zip(*([s.values for s in entry.states] for entry in members))
+            ]
+        for tensors in moved:
+            device, size = tensors[0].device, sum(one.numel() * one.element_size() for one in tensors)
+            room[device] = max(room.get(device, 0), size)
+    for device, size in room.items():
+        torch.empty(size, dtype=torch.uint8, device=device)
 
 
 class JointSink:
@@ -68,17 +90,24 @@ def _joint_target(sinks: Sequence[Sink], entries: Sequence[Entry], weight: Tenso
     group's hyperparameters.
     """
     first = sinks[0]
-    codecs = [state.codec for entry in entries for state in entry.states]
     if (
         not isinstance(first.rule, LocalStateRule)
         or any(sink.hyper is not first.hyper or sink.hyper_row != first.hyper_row for sink in sinks)
         or any(sink.plan.join or sink.plan.granule is Granule.LAYER for sink in sinks)
-        or any(entry.master is not None or entry.codec is not None for entry in entries)
-        or any(codec.stochastic or codec.kind == "tensor" for codec in codecs)
+        or not _states_move(entries)
     ):
         return None
     states = [_side_by_side(entries, index) for index in range(len(entries[0].states))]
     return make_target(first.rule.epilogue, weight, states)
+
+
+def _states_move(entries: Sequence[Entry]) -> bool:
+    """Whether storage allows one launch for all."""
+    codecs = [state.codec for entry in entries for state in entry.states]
+    return not (
+        any(entry.master is not None or entry.codec is not None for entry in entries)
+        or any(codec.stochastic or codec.kind == "tensor" for codec in codecs)
+    )
 
 
 def _side_by_side(entries: Sequence[Entry], index: int) -> Encoded:

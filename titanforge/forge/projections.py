@@ -68,7 +68,8 @@ def groups_of_linears(
 def lay_side_by_side(groups: Sequence[Group], covered: Mapping[str, Covered]) -> list[Tensor]:
     """Move the weights of each group: all of them, [sum of N, K].
 
-    Where memory runs out, those of former groups have moved; values and parameters are as they were.
+    Each group is copied before its former places are free: see `joint.check_room`. Values and parameters are
+    as they were.
     """
     together = [_lay([covered[name].param for name in group.names]) for group in groups]
     if any(weight.is_cuda for weight in together):

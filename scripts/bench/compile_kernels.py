@@ -30,7 +30,8 @@ from triton.compiler import ASTSource
 
 from titanforge.kernels._triton import LAUNCH_OPTIONS
 from titanforge.kernels.apply_update import apply_update_kernel
-from titanforge.kernels.block_basis import rebuild_update_kernel, sign_coefficients_kernel, sign_update_kernel
+from titanforge.kernels.block_basis import SignConfig, rebuild_update_kernel, sign_coefficients_kernel
+from titanforge.kernels.block_basis_kernel import narrow_step_kernel, wide_step_kernel
 from titanforge.kernels.cholesky_qr import PRECISION, CholeskyConfig
 from titanforge.kernels.cholesky_qr_kernel import (
     advance_kernel,
@@ -247,10 +248,36 @@ def matrix_jobs() -> list[tuple[str, Any, Specialisation]]:
         own |= {"M_TYPE": tl.float32 if split else tl.bfloat16, "M_SPLIT": split}
         source = (types, dict(own), {"num_warps": 8, "num_stages": 3})
         listed.append((f"block_basis/sign/{name}", sign_coefficients_kernel, source))
-        source = (types, {**own, "w": 100, "ROWS": 64, "TILES": 4}, {"num_warps": 8, "num_stages": 2})
-        listed.append((f"block_basis/whole/{name}", sign_update_kernel, source))
     listed.append(("block_basis/rebuild", rebuild_update_kernel, (types, own, {"num_warps": 8, "num_stages":
     3})))  # fmt: skip
+    return listed + _block_steps(types, own)
+
+
+def _block_steps(types: dict[str, str], constants: dict[str, Any]) -> list[tuple[str, Any, Specialisation]]:
+    """Dobb's steps, with a gradient and without, of bf16 and fp32 states, as `SignUpdates` launches them."""
+    import triton.language as tl
+
+    types = {**types, "nonfinite_ptr": "*i32", "weights": "i32"}
+    config, listed = SignConfig(), []
+    for name, gradient, element, copy in (
+        ("bf16", True, tl.bfloat16, False), ("bf16_alone", False, tl.bfloat16, False),
+        ("fp32_master", True, tl.float32, True),
+    ):  # fmt: skip
+        own = {
+            **constants, "GRADIENT": gradient, "G_TYPE": element, "M_TYPE": element, "W_TYPE": element,
+            "M_SPLIT": element == tl.float32, "COPY": copy,
+        }  # fmt: skip
+        split = element == tl.float32
+        narrow = {**own, "w": 100, "MASK_ROWS": False, "ROWS": config.rows, "TILES": config.tiles,
+                  "WIDTH": 128, "KEPT": 8 if split else 4}  # fmt: skip
+        wide = {**own, "w": 400, "MASK_ROWS": True, "ROWS": config.wide_rows,
+                "COLUMNS": 128 if split else config.wide_columns, "CHUNK": 128, "KEPT": 16}  # fmt: skip
+        for form, kernel, chosen, warps, stages in (
+            ("narrow", narrow_step_kernel, narrow, 8 if split else config.warps, config.stages),
+            ("wide", wide_step_kernel, wide, config.wide_warps, config.wide_stages),
+        ):
+            source = (types, chosen, {"num_warps": warps, "num_stages": stages})
+            listed.append((f"block_basis/{form}_step/{name}", kernel, source))
     return listed
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanforge.kernels._triton import INTERPRET
 from titanforge.kernels.block_basis import WHOLE_BLOCK, SignConfig, SignUpdates, sign_updates
 from titanforge.kernels.cholesky_qr import cholesky_qr_refresh, config_for, reference_refresh
 from titanforge.kernels.codecs import as_encoded
@@ -115,14 +116,23 @@ def correctness(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
                 "as it should": errors[0] <= 1.2 * errors[1] and torch.equal(gram, gram.mT),
             }
         )
-    hyper = torch.tensor([1.0, 1e-2, 0.1], device=device)
+    hyper = torch.tensor([1.0, 1e-2, 0.1, 1.0, 0.95, 1.0], device=device)
     for m, width, count in ((40, 16, 2),) if args.tiny else ((4800, 100, 16), (1600, 400, 16)):
         _, basis = blocks(count, width, device)
         for dtype in (torch.bfloat16, torch.float32):
             momenta = [torch.randn(m, count * width, device=device).to(dtype) for _ in range(2)]
             mine = [torch.randn(m, count * width, device=device) for _ in range(2)]
             theirs = [w.double() for w in mine]
-            sign_updates(momenta, [basis, basis], mine, [None, None], hyper, 0.3)
+            gradients = [torch.randn_like(momentum) for momentum in momenta]
+            if args.device == "cuda" or INTERPRET:
+                counter = torch.zeros(1, dtype=torch.int32, device=device)
+                update = SignUpdates(momenta, [basis, basis], mine, [None, None])
+                expected = [(0.95 * m.double() + g.double()).to(dtype) for m, g in zip(momenta, gradients)]
+                update(hyper, 0.3, gradients, counter)
+                apart = [float((a - b).abs().max()) for a, b in zip(momenta, expected)]
+                assert max(apart) <= (2**-5 if dtype == torch.bfloat16 else 1e-5), apart
+            else:
+                sign_updates(momenta, [basis, basis], mine, [None, None], hyper, 0.3)
             for momentum, w in zip(momenta, theirs):
                 u = basis.double()
                 z = torch.sign(momentum.double().unflatten(-1, (count, width)).transpose(0, 1) @ u)
@@ -209,44 +219,62 @@ def split_of_kernels(function: Callable[[], object], name: str) -> None:
 
 
 def signs(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
-    """Dobb's update of some of GPT-2 XL's matrices at B = 16, by launch; beside what its bytes take."""
+    """Dobb's step of some of GPT-2 XL's matrices at B = 16, by launch; beside what its bytes take."""
     on_gpu, rows = args.device == "cuda", []
     plain = SignConfig()
     narrow = [
-        plain, replace(plain, registers=128), replace(plain, warps=4), replace(plain, warps=4, stages=1),
-        replace(plain, warps=4, stages=1, tiles=2), replace(plain, stages=1), replace(plain, tiles=8),
-        replace(plain, registers=128, tiles=2),
+        plain, replace(plain, stages=1), replace(plain, stages=1, registers=168), replace(plain, warps=8),
+        replace(plain, warps=8, registers=128), replace(plain, warps=8, stages=1, registers=128),
+        replace(plain, rows=128, warps=8), replace(plain, tiles=10),
     ]  # fmt: skip
-    wide = [plain, replace(plain, wide_registers=128), replace(plain, wide_stages=2)]
-    shapes = ((24, 32, 16, 2),) if args.tiny else ((4800, 1600, 100, 8), (1600, 6400, 400, 6))
+    wide = [
+        plain, replace(plain, wide_stages=2), replace(plain, wide_columns=128),
+        replace(plain, wide_columns=128, wide_registers=128, wide_stages=2, wide_programs=2),
+        replace(plain, splits=True), replace(plain, splits=True, split_registers=128),
+    ]  # fmt: skip
+    shapes = ((24, 32, 16, 2),) if args.tiny else ((4800, 1600, 100, 16), (1600, 6400, 400, 12))
     for m, n, width, count in shapes:
         _, basis = blocks(n // width, width, args.device)
         for config in narrow if width <= WHOLE_BLOCK else wide:
-            calls = []
-            for _ in range(3 if on_gpu else 1):  # past the cache
-                w, momentum = (
-                    [torch.randn(m, n, device=args.device).bfloat16() for _ in range(count)] for _ in range(2)
+            if on_gpu and left() < 5:
+                break
+            calls, takes = [], False
+            for _ in range(2 if on_gpu else 1):  # past the cache
+                w, momentum, gradients = (
+                    [torch.randn(m, n, device=args.device).bfloat16() for _ in range(count)] for _ in range(3)
                 )
-                hyper = torch.tensor([1.0, 1e-4, 0.1], device=args.device)
+                hyper = torch.tensor([1.0, 1e-4, 0.1, 1.0, 0.95, 1.0], device=args.device)
                 none: list[Tensor | None] = [None] * count
-                if on_gpu:
+                if on_gpu or INTERPRET:
                     update = SignUpdates(momentum, [basis] * count, w, none, config)
-                    calls.append(lambda update=update, hyper=hyper: update(hyper, 0.3))
+                    takes = update.takes_gradients
+                    if takes:
+                        counter = torch.zeros(1, dtype=torch.int32, device=args.device)
+                        calls.append(lambda u=update, h=hyper, g=gradients, c=counter: u(h, 0.3, g, c))
+                    else:
+                        calls.append(lambda u=update, h=hyper: u(h, 0.3))
                 else:
                     calls.append(
                         lambda m=momentum, w=w, b=[basis] * count, c=none, h=hyper: sign_updates(
                             m, b, w, c, h, 0.3
                         )
                     )
-            row: dict[str, Any] = {"matrices": f"{count} x {m} x {n}", "block": width}
+            row: dict[str, Any] = {
+                "matrices": f"{count} x {m} x {n}", "block": width, "with the gradient": takes,
+            }  # fmt: skip
             try:
                 row["ms"] = measured(calls, on_gpu)
-                row["of its bytes at 4.25 TB/s"] = row["ms"] / (6 * count * m * n / 4.25e9)
+                row["of its bytes at 4.25 TB/s"] = row["ms"] / ((10 if takes else 6) * count * m * n / 4.25e9)
             except Exception as error:  # does not fit this card
                 row["note"] = f"{type(error).__name__}: {error}"[:120]
-            rows.append({**row, "launch": str(config)})
+            rows.append({**row, "launch": _differences(config, plain)})
             print(rows[-1], flush=True)
     return rows
+
+
+def _differences(config: SignConfig, plain: SignConfig) -> str:
+    changed = {key: value for key, value in vars(config).items() if value != getattr(plain, key)}
+    return ", ".join(f"{key} = {value}" for key, value in changed.items()) or "default"
 
 
 def config_of_test(args: argparse.Namespace) -> Any:

@@ -24,7 +24,7 @@ from scripts.bench.matrix_steps import PERIOD, Left, Marks, batch, gpt2, options
 from titanforge.optim import build_optimizer
 
 REFRESH = ("advance", "correct", "gram", "invert", "orthonormal", "product", "scale", "split")
-UPDATE = ("sign_update", "sign_coefficients", "rebuild_update", "flat")
+UPDATE = ("narrow_step", "wide_step", "sign_coefficients", "rebuild_update", "flat")
 MAKES_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_local_scalar_dense")
 
 

@@ -21,6 +21,7 @@ from titanforge.optim.links import DataLinks
 from titanforge.optim.local_update import (
     LocalWeight,
     update_elementwise,
+    update_in_one_pass,
     update_layers,
     update_state_global,
     write_copies,
@@ -250,11 +251,13 @@ class RuleOptimizer:
 
     def _update_family(self, family: Family, hyper: Tensor) -> None:
         rule = family.rule
-        items = self._items(family)
-        if items and isinstance(rule, LocalStateRule):
-            family.elementwise(rule, items, hyper, self._rng, self._nonfinite)
+        items = left = self._items(family)
+        if items and isinstance(rule, StateGlobalRule):
+            left = update_in_one_pass(rule, items, hyper, self._nonfinite, family.whole_batches)
+        if left and isinstance(rule, LocalStateRule):
+            family.elementwise(rule, left, hyper, self._rng, self._nonfinite)
         if not isinstance(rule, ElementwiseRule):
-            self._update_weights(family, items, hyper)
+            self._update_weights(family, left, hyper)
         release(items)
 
     def _update_weights(

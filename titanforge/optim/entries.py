@@ -116,13 +116,17 @@ def release(items: Sequence[LocalWeight]) -> None:
 
 @dataclass
 class Family:
-    """The groups of one rule, whose weights are updated together."""
+    """The groups of one rule, whose weights are updated together.
+
+    batches, whole_batches: by row, of `update_state_global` and `update_in_one_pass`.
+    """
 
     rule: UpdateRule
     groups: list[ParamGroupSpec]
     entries: list[Entry]
     elementwise: ElementwisePass = field(default_factory=ElementwisePass)
     batches: dict[int, BatchList] = field(default_factory=dict)
+    whole_batches: dict[int, BatchList] = field(default_factory=dict)
 
 
 def by_rule(groups: Sequence[ParamGroupSpec]) -> list[list[ParamGroupSpec]]:

@@ -14,6 +14,7 @@ from titanforge.kernels.block_basis import SignUpdates
 from titanforge.kernels.codecs import decode
 from titanforge.kernels.row_norm_update import RowNormUpdates
 from titanforge.optim.batches import Batch
+from titanforge.optim.local_update import dense_gradient
 from titanforge.optim.newton_schulz import orthogonalized_
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -105,6 +106,20 @@ def block_sign_update(batch: Batch, h: Tensor, basis_slot: int, scale: float) ->
     if update is None:
         return False
     update(h, scale)
+    return True
+
+
+def block_sign_step(batch: Batch, h: Tensor, basis_slot: int, scale: float, nonfinite: Tensor) -> bool:
+    """`block_sign_update`, after M <- mu M + gain G in the same launch. False, and nothing done, also where
+    momenta are rounded at random, gradients are of several dtypes or a block is too wide for one launch.
+    """
+    update = batch.once("signs", lambda: _sign_updates(batch, basis_slot))
+    if update is None or not update.takes_gradients or not all(item.is_plain for item in batch):
+        return False
+    gradients = [dense_gradient(item).contiguous() for item in batch]
+    if gradients[0].dtype not in _FLOATS or any(one.dtype != gradients[0].dtype for one in gradients):
+        return False
+    update(h, scale, gradients, nonfinite)
     return True
 
 

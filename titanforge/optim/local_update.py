@@ -5,6 +5,7 @@ Everything here works in place on local (never distributed) tensors. Arithmetic 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -173,6 +174,28 @@ def update_weight_alone(rule: UpdateRule, item: LocalWeight, h: Tensor) -> None:
     assert isinstance(rule, HasWeightUpdate)
     state = tuple(state.values.float() for state in item.states)
     item.weight.copy_(rule.weight_update(item.weight.float(), state, h))
+
+
+def update_in_one_pass(
+    rule: StateGlobalRule,
+    items: Sequence[LocalWeight],
+    hyper: Tensor,
+    nonfinite: Tensor,
+    batch_lists: dict[int, BatchList],
+) -> list[LocalWeight]:
+    """A and U of the weights that the rule takes whole steps of (`step_in_place`); returns the others.
+
+    hyper, nonfinite: as of `update_elementwise`. batch_lists: by row of hyper, of these items.
+    """
+    if not rule.whole_steps or not runs_triton(items[0].weight):
+        return list(items)
+    left = []
+    for row in range(len(hyper)):
+        members = [item for item in items if item.hyper_row == row]
+        for batch in batch_lists.setdefault(row, BatchList()).of(members, sys.maxsize):
+            if not rule.step_in_place(batch, hyper[row], nonfinite):
+                left += batch
+    return left
 
 
 def update_state_global(

@@ -267,6 +267,17 @@ class StateGlobalRule(LocalStateRule):
         """
         return False
 
+    def step_in_place(self, batch: Batch, h: Tensor, nonfinite: Tensor) -> bool:
+        """A and U of weights of one shape in one launch, where `whole_steps`, on a GPU; their gradients are
+        complete. nonfinite: as of `update_elementwise`. False, with nothing done: as `update_in_place`.
+        """
+        return False
+
+    @property
+    def whole_steps(self) -> bool:
+        """Whether `step_in_place` is worth asking."""
+        return False
+
     def update(self, g: Tensor, w: Tensor, state: State, h: Tensor) -> tuple[Tensor, State]:
         """state: that of A, then the auxiliary ones."""
         count = len(self.slots)

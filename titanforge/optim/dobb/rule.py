@@ -158,12 +158,20 @@ class Dobb(MatrixRule):
         rebuilt = (coefficients @ basis.mT).transpose(-2, -3).flatten(-2)
         return (rebuilt if self.dobb.side == "A" else rebuilt.mT), m, auxiliary
 
+    @property
+    def whole_steps(self) -> bool:
+        return self.dobb.side == "A" and self.dobb.norm == "linf" and not self.u_reads_gradient
+
+    def step_in_place(self, batch: Batch, h: Tensor, nonfinite: Tensor) -> bool:
+        return self.whole_steps and in_place.block_sign_step(batch, h, 1, self._sign_scale(batch), nonfinite)
+
     def update_in_place(self, batch: Batch, h: Tensor) -> bool:
-        if self.dobb.side != "A" or self.dobb.norm != "linf" or self.u_reads_gradient:
-            return False
+        return self.whole_steps and in_place.block_sign_update(batch, h, 1, self._sign_scale(batch))
+
+    def _sign_scale(self, batch: Batch) -> float:
         shape, parts = batch[0].weight.shape, batch[0].parts
         rows, columns = batch[0].matrix or (shape[-2] // parts, shape[-1])
-        return in_place.block_sign_update(batch, h, 1, self.scale(rows, columns) / math.sqrt(rows))
+        return self.scale(rows, columns) / math.sqrt(rows)
 
     def own_scale(self, rows: int, columns: int) -> float:
         raise AssertionError("refused when it was built")

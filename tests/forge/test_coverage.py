@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +82,13 @@ REASONS = {
     "replaced.weight": "the forward of this Linear was replaced",
     "wide.weight": "float64 weights have no kernel",
 }
+# Of other models than the zoo: see the tests that name them.
+OTHER_REASONS = (
+    "a head that owns its loss, with a bias",
+    "an embedding with max_norm",
+    "no gradient reached it in the probe forward",
+    "not contiguous in memory",
+)
 IDS = torch.arange(6).view(2, 3)
 
 
@@ -93,6 +102,29 @@ def test_every_reason() -> None:
     assert {name: one.placement.excluded for name, one in covered.items()} == REASONS
     kinds = {name: one.placement.kind for name, one in covered.items() if not one.placement.excluded}
     assert set(kinds.values()) == {"linear", "vector"}
+
+
+def test_a_weight_without_gradient_or_in_strides_says_so() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight = nn.Parameter(torch.randn(8, 8).t())
+
+    def detached() -> Tensor:
+        hidden = model[0](torch.ones(2, 8)).detach()
+        return model[1](hidden).sum()
+
+    covered = cover(model, probe_readers(model, detached))
+    assert covered["0.weight"].placement.excluded == "no gradient reached it in the probe forward"
+    assert covered["1.weight"].placement.excluded == "not contiguous in memory"
+
+
+def test_every_reason_stands_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "forge.md").read_text()
+    rows = [re.escape(row).replace("…", ".*") for row in re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)]
+    # What a row lists beside its first example, in brackets, is the same reason.
+    for reason in {*REASONS.values(), *OTHER_REASONS} - {""}:
+        words = re.sub(r"\d+ times", "2 times", reason)
+        words = re.sub(r"with (scale_grad_by_freq|sparse)$", "with max_norm", words)
+        assert any(re.match(row, words) for row in rows), reason
 
 
 def test_the_report_says_what_goes_where() -> None:

@@ -19,6 +19,8 @@ SIZED_FOR = {
     "debug_model_moe_ep": (2, 2),
     "debug_model_pp": (2, 2),
     "llama3_70b_pp": (32, 80),
+    "llama3_8b_forge": (1, 80),
+    "llama3_8b_forge_int8": (1, 48),
     "qwen3_0.6b": (1, 80),
     "qwen3_1.7b": (1, 80),
     "qwen3_4b": (8, 80),
@@ -50,7 +52,9 @@ FOLDER = REPOSITORY / "train_configs"
 
 def test_every_file_of_these_families_is_listed():
     stems = {
-        path.stem for path in FOLDER.glob("*.toml") if re.match("qwen3|gpt2|debug_model_|.*_pp$", path.stem)
+        path.stem
+        for path in FOLDER.glob("*.toml")
+        if re.match("qwen3|gpt2|debug_model_|.*(_pp$|_forge)", path.stem)
     }
     assert stems == set(SIZED_FOR)
 

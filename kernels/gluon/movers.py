@@ -11,13 +11,18 @@ from titanforge.kernels.wgrad_kernel import tile_of
 
 @jit
 def tile_of_all(program, tiles_n, tiles_k, group, GROUPED: gl.constexpr):
-    """(expert, i, j) of a tile."""
+    """(expert, i, j) of a tile. group: rows of tiles that are walked together, or columns times 256."""
     expert = 0
     if GROUPED:
         expert = program // (tiles_n * tiles_k)
         program = program % (tiles_n * tiles_k)
-    i, j = tile_of(program, tiles_n, tiles_k, group)
-    return expert, i, j
+    columns = group >> 8
+    by_columns = columns > 0
+    across, along = tile_of(
+        program, gl.where(by_columns, tiles_k, tiles_n), gl.where(by_columns, tiles_n, tiles_k),
+        gl.where(by_columns, columns, group),
+    )  # fmt: skip
+    return expert, gl.where(by_columns, along, across), gl.where(by_columns, across, along)
 
 
 @jit

@@ -61,6 +61,14 @@ GEOMETRIES: dict[str, dict[str, TileConfig]] = {
         "32x5": TileConfig(128, 256, 32, split=4, warps=8, stages=5, form=COOPERATIVE),
     },
 }
+BYTE_GEOMETRIES: dict[str, TileConfig] = {
+    **{name: GEOMETRIES[PINGPONG][name] for name in ("turns", "overlap", "paired")},
+    "overlap+": TileConfig(128, 128, 64, stages=4, form=PINGPONG, overlap=True, paired=True),
+    "turns5": TileConfig(128, 128, 64, stages=5, form=PINGPONG),
+    "overlap5": TileConfig(128, 128, 64, stages=5, form=PINGPONG, overlap=True),
+    "paired5": TileConfig(128, 128, 64, stages=5, form=PINGPONG, paired=True),
+}
+"""For states of a byte, whose slots leave room for another stage of operands."""
 EXACT_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
     ((128, 256), 1), ((256, 512), 64), ((512, 768), 200), ((1024, 4096), 512), ((4096, 1024), 1000),
     (GATE_UP, 512),
@@ -103,6 +111,12 @@ class Timing:
     recipe: str
     shape: tuple[int, ...]
     tokens: int
+
+
+def geometry_of(job: Check | Timing) -> TileConfig:
+    """What the job runs with."""
+    found = GEOMETRIES[job.form].get(job.geometry)
+    return BYTE_GEOMETRIES[job.geometry] if found is None else found
 
 
 @cache
@@ -233,13 +247,15 @@ def check_repeats(check: Check, config: TileConfig, shape: tuple[int, ...], toke
 
 def run_check(check: Check) -> Iterator[dict[str, Any]]:
     """All checks of one kernel."""
-    config = GEOMETRIES[check.form][check.geometry]
+    config = geometry_of(check)
     started = time.perf_counter()
     exact, repeated = (EXPERT_SHAPES, REPEATED_EXPERTS) if check.experts else (EXACT_SHAPES, REPEATED_SHAPES)
     yield check_exact(check, config, *exact[0])
     yield {"what": "compiled", "good": True, "seconds": time.perf_counter() - started}
     for shape, tokens in exact[1:]:
         yield check_exact(check, replace(config, group=1 if tokens == 512 else 8), shape, tokens)
+    if check.form == PINGPONG:
+        yield check_exact(check, replace(config, group=-4), *exact[2])
     yield from check_flags(check, config)
     for shape, tokens in repeated:
         yield check_repeats(check, config, shape, tokens)
@@ -257,7 +273,7 @@ def time_one(timing: Timing) -> dict[str, Any]:
         experts = timing.shape[0] if len(timing.shape) == 3 else 1
         config = config_for(operands.dy, operands.x, target, experts)
     else:
-        config = replace(GEOMETRIES[timing.form][timing.geometry], group=timing.group)
+        config = replace(geometry_of(timing), group=timing.group)
     ms = replay_time([lambda one=one: run(one, operands, rule, hyper, config) for one in sets], budget_ms=60)
     floor = floor_ms(rule, timing.recipe, timing.shape, timing.tokens)
     return {**asdict(timing), "ms": ms, "floor_ms": floor, "config": asdict(config)}

@@ -24,8 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from kernel_cells import DOWN, EXPERTS, GATE_UP, LAYER, MODELS, QWEN3_32B
-from kernel_form_jobs import GEOMETRIES, Check, Timing
+from kernel_cells import ATTENTION, DOWN, EXPERTS, GATE_UP, LAYER, MODELS, QWEN3_32B
+from kernel_form_jobs import BYTE_GEOMETRIES, GEOMETRIES, Check, Timing
 from kernels_report import forms_markdown, plot
 
 from scripts.bench.harness import machine_facts
@@ -36,6 +36,10 @@ def checks(forms: Sequence[str], which: str) -> list[Check]:
     """What to check, the most wanted first."""
     if which == "random":
         return random_checks(forms)
+    if which == "bytes":
+        return [Check(PINGPONG, geometry, "adamw", "int8") for geometry in BYTE_GEOMETRIES] + [
+            Check(PINGPONG, "paired", "adamw", "bf16"), Check(PINGPONG, "turns", "adamw", "fp8")
+        ]  # fmt: skip
     if which == "experts":
         recipes = (("adamw", "int8_sr"), ("adamw", "bf16"), ("momentum_state", "bf16"), ("adamw", "int8"))
         return [
@@ -99,10 +103,24 @@ def random_timings(forms: Sequence[str]) -> list[Timing]:
     return [timing for timing in listed if timing.form in forms]
 
 
+def byte_timings() -> list[Timing]:
+    """int8 states by geometry, then orders of tiles where rows are long: rows, or columns (negative)."""
+    shapes = (GATE_UP, DOWN, ATTENTION)
+    listed = [Timing(PINGPONG, g, group(s), "adamw", "int8", s, 512) for g in BYTE_GEOMETRIES for s in shapes]
+    listed += [Timing(PINGPONG, "paired", group(s), "adamw", "bf16", s, 512) for s in shapes]
+    listed += [Timing(PINGPONG, "turns", group(s), "adamw", "fp8", s, 512) for s in shapes]
+    orders = (8, 4, 2, 1, -28, -32, -56)
+    for geometry, recipe in (("paired", "bf16"), ("turns", "int8"), ("overlap", "int8"), ("turns", "fp8")):
+        listed += [Timing(PINGPONG, geometry, n, "adamw", recipe, DOWN, 512) for n in orders]
+    return list(dict.fromkeys(listed))
+
+
 def timings(forms: Sequence[str], which: str) -> list[Timing]:
     """What to time, the most wanted first."""
     if which == "random":
         return random_timings(forms)
+    if which == "bytes":
+        return byte_timings()
     if which == "experts":
         geometries = ((PINGPONG, "overlap", 1), (PINGPONG, "turns", 1), (PORTABLE, "", 0))
         return [

@@ -7,10 +7,11 @@ to the floor max(bytes / 4.25 TB/s, FLOPs / 730 TF/s) and to cuBLAS G + torch fu
 
     python scripts/bench/kernels.py --out FOLDER [--set default|quick|full|random] [--budget SECONDS] [--tune]
     python scripts/bench/kernels.py --out FOLDER --forms portable pp2 coop [--budget SECONDS] [--processes N]
-        [--set default|random|experts]
+        [--set default|random|experts|bytes]
 
 The second compares the forms of the kernel (`kernel_forms.py`), each in processes of its own, and writes
-kernel_forms.json, .md and .png. The set `random` is of stochastic rounding, `experts` of Qwen3-30B-A3B's.
+kernel_forms.json, .md and .png. The set `random` is of stochastic rounding, `experts` of
+Qwen3-30B-A3B's, `bytes` of int8 states in every geometry and order of tiles.
 """
 
 from __future__ import annotations
@@ -235,7 +236,8 @@ def main() -> int:
     """Run a set of cells; 1 if a cell failed or a T0 gate did not hold."""
     parser = argparse.ArgumentParser(description="Measure the fused update kernels.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report")
-    parser.add_argument("--set", choices=("default", "quick", "full", "random", "experts"), default="default")
+    of_forms, of_cells = ("default", "random", "experts", "bytes"), ("default", "quick", "full", "random")
+    parser.add_argument("--set", choices=tuple(dict.fromkeys(of_cells + of_forms)), default="default")
     parser.add_argument("--budget", type=float, default=210.0, help="seconds in which cells begin")
     parser.add_argument("--tune", action="store_true", help="autotune Llama-8B's shapes first")
     parser.add_argument(
@@ -243,7 +245,7 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=8, help="checks of forms at a time")
     arguments = parser.parse_args()
-    sets = ("default", "random", "experts") if arguments.forms else ("default", "quick", "full", "random")
+    sets = of_forms if arguments.forms else of_cells
     if arguments.set not in sets:
         beside = "with" if arguments.forms else "without"
         parser.error(f"--set {arguments.set} is not there {beside} --forms: take one of {', '.join(sets)}")

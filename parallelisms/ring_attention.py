@@ -3,6 +3,7 @@
 Each rank has two of 2c chunks of a sequence, number r from the front and number r from the back, so that a
 causal mask leaves every rank the same work. What one visit of keys yields is merged by its log-sum-exp.
 Backward sends keys and values around again, with their gradients, and needs the log-sum-exp of whole rows.
+Keys and values are sent as they are, with fewer heads than queries have, while attention to those held runs.
 
 Further shape letters: t tokens of a rank · c ranks · G = H / K query heads of a key/value head.
 """
@@ -15,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import register_flop_formula
 
+from titanforge.parallelisms.attention_parts import attention_part, attention_part_backward, merge_part
 from titanforge.parallelisms.named_groups import group_named
 from titanforge.parallelisms.traffic import Traffic, silent
-
-QUERY_ROWS = 2048
-"""Queries whose scores are held at once where they are formed."""
 
 
 def ring_attention(
@@ -32,8 +31,8 @@ def ring_attention(
     """softmax(q kᵀ / sqrt(E)) v over the sequences of all ranks, causal, within documents.
 
     q: [B, H, t, E]; k, v: [B, K, t, E], of this rank's two chunks. all_documents_cBt: int, every rank's
-    document ids; None: one document. group_name: from ``name_group``. Returns [B, H, t, E] in the dtype of q;
-    sums are float32 (float64 for float64 inputs).
+    document ids; None: one document. group_name: from ``name_group``. Returns [B, H, t, E] in the dtype of q,
+    a token's heads side by side in memory; sums are float32 (float64 for float64 inputs).
 
     One operator to the compiler: what it sends stays in its place among the collectives of a step.
     """
@@ -55,10 +54,9 @@ def _forward(
     """Also the log-sum-exp of whole rows [B, H, t], which backward reads."""
     group, traffic = group_named(group_name)
     rank, ranks = group.rank(), group.size()
-    wide = torch.promote_types(q_BHtE.dtype, torch.float32)
-    out = torch.zeros(q_BHtE.shape, dtype=wide, device=q_BHtE.device)
-    lse = out.new_full(q_BHtE.shape[:3], float("-inf"))
+    q_BHtE = _token_by_token(q_BHtE)
     ring = Ring(torch.stack((k_BKtE, v_BKtE)), group, traffic)
+    out, lse = q_BHtE, q_BHtE  # of the first visit, which is of every query to its own rank's keys
     for step in range(ranks):
         if step < ranks - 1:
             ring.start()
@@ -67,20 +65,19 @@ def _forward(
         k, v = ring.held[:, :, :, columns]
         mask = _same_document(all_documents_cBt, rank, source, rows, columns)
         part, part_lse = attention_part(q_BHtE[:, :, rows], k, v, mask, causal)
-        # Every query sees itself in the first step, so from then on lse is finite.
-        merged = torch.logaddexp(lse[:, :, rows], part_lse)
-        kept = torch.exp(lse[:, :, rows] - merged).unsqueeze(-1)
-        out[:, :, rows] = out[:, :, rows] * kept + part * torch.exp(part_lse - merged).unsqueeze(-1)
-        lse[:, :, rows] = merged
+        if step:
+            merge_part(out[:, :, rows], lse[:, :, rows], part, part_lse)
+        else:
+            out, lse = part.to(_sum_dtype(part, ranks)), part_lse
         if step < ranks - 1:
             ring.finish()
-    return out.to(q_BHtE.dtype), lse
+    return _token_by_token(out.to(q_BHtE.dtype)), lse
 
 
 @_forward.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None, group_name: str):
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=wide)
+    return _token_by_token(q.new_empty(q.shape)), q.new_empty(q.shape[:3], dtype=wide)
 
 
 @torch.library.custom_op(
@@ -104,43 +101,45 @@ def _backward(
     """Gradients of q, and of k and v [2, B, K, t, E]."""
     group, traffic = group_named(group_name)
     rank, ranks = group.rank(), group.size()
-    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    # As cuDNN's plans take them for granted: see attention_parts.
+    grad_out, q, out = (_token_by_token(x) for x in (grad_out, q, out))
     ring = Ring(torch.stack((k, v)), group, traffic)
-    zeros = torch.zeros(ring.held.shape, dtype=lse.dtype, device=q.device)
-    gradients = Ring(zeros, group, traffic)
+    gradients, grad_q = ring, q  # of the first visit
     for step in range(ranks):
         if step < ranks - 1:
             ring.start()
         source = (rank - step) % ranks
         rows, columns, causal = visible_part(rank, source, q.shape[2])
         part_k, part_v = ring.held[:, :, :, columns]
-        grads = attention_part_backward(
+        part_q, *part_kv = attention_part_backward(
             grad_out[:, :, rows],
             q[:, :, rows],
             part_k,
             part_v,
             out[:, :, rows],
             lse[:, :, rows],
-            delta[:, :, rows],
             _same_document(documents, rank, source, rows, columns),
             causal,
         )
         if step:
+            grad_q[:, :, rows] += part_q
+            del part_q
             gradients.finish()
-        grad_q[:, :, rows] += grads[0]
-        gradients.held[0][:, :, columns] += grads[1]
-        gradients.held[1][:, :, columns] += grads[2]
+            for held, part in zip(gradients.held, part_kv, strict=True):
+                held[:, :, columns] += part
+        else:
+            grad_q = part_q.to(_sum_dtype(part_q, ranks))
+            gradients = Ring(torch.stack(part_kv).to(grad_q.dtype), group, traffic)
         gradients.start()  # they travel with their keys, and in the last step home
         if step < ranks - 1:
             ring.finish()
     gradients.finish()
-    return grad_q.to(q.dtype), gradients.held.to(k.dtype)
+    return _token_by_token(grad_q.to(q.dtype)), gradients.held.to(k.dtype)
 
 
 @_backward.register_fake
 def _(grad_out, q, k, v, out, lse, documents, group_name):  # pyright: ignore[reportMissingParameterType]
-    return q.new_empty(q.shape), k.new_empty((2, *k.shape))
+    return _token_by_token(q.new_empty(q.shape)), k.new_empty((2, *k.shape))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -162,6 +161,16 @@ def _operations(q_shape: Any, k_shape: Any, v_shape: Any, documents: Any, group_
     computes twice asks for it."""
     B, H, t, E = q_shape
     return 4 * B * H * E * t * t * group_named(group_name)[0].size() // 2
+
+
+def _sum_dtype(part: torch.Tensor, ranks: int) -> torch.dtype:
+    """What parts are added up in. A sum of two is rounded once, whatever it is stored in."""
+    return part.dtype if ranks <= 2 else torch.promote_types(part.dtype, torch.float32)
+
+
+def _token_by_token(x_BHtE: torch.Tensor) -> torch.Tensor:
+    """The same tensor with a token's heads side by side in memory, as projections leave and take them."""
+    return x_BHtE.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class Ring:
@@ -215,130 +224,3 @@ def _same_document(
         return None
     queries, keys = documents_cBt[rank][:, rows], documents_cBt[source][:, columns]
     return (queries[:, :, None] == keys[:, None, :])[:, None, None]
-
-
-# ------------------------------------------------------------------ one visit
-
-
-def attention_part(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of queries [B, H, rows, E] to some keys [B, K, columns, E], and its log-sum-exp [B, H, rows].
-
-    Both in float32 (float64). A query that sees none of the keys has an output of 0 and -inf.
-    """
-    if _flash_takes(q, mask):
-        return _flash_part(q, k, v, causal)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    k, v = k.to(wide).unsqueeze(2), v.to(wide).unsqueeze(2)
-    outs, lses = [], []
-    for rows in _row_chunks(q.shape[2]):
-        scores = _scores(q, k, mask, causal, rows)
-        lse = scores.logsumexp(-1)
-        p = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
-        outs.append((p @ v).flatten(1, 2))
-        lses.append(lse.flatten(1, 2))
-    return torch.cat(outs, 2), torch.cat(lses, 2)
-
-
-def attention_part_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What these keys add to the gradients of q, k and v, in float32 (float64).
-
-    out, lse: of whole rows, over all keys. delta: Σ grad_out · out of each row.
-    """
-    if _flash_takes(q, mask):
-        return _flash_part_backward(grad_out, q, k, v, out, lse, causal)
-    wide = lse.dtype
-    K, scale = k.shape[1], q.shape[-1] ** -0.5
-    k, v = k.to(wide).unsqueeze(2), v.to(wide).unsqueeze(2)
-    grad_q, grad_k, grad_v = [], torch.zeros_like(k), torch.zeros_like(v)
-    for rows in _row_chunks(q.shape[2]):
-        scores = _scores(q, k, mask, causal, rows)
-        p = torch.exp(scores - _grouped(lse[:, :, rows], K).unsqueeze(-1))
-        g = _grouped(grad_out[:, :, rows].to(wide), K)
-        grad_v += (p.transpose(-1, -2) @ g).sum(2, keepdim=True)
-        grad_scores = p * (g @ v.transpose(-1, -2) - _grouped(delta[:, :, rows], K).unsqueeze(-1)) * scale
-        grad_q.append((grad_scores @ k).flatten(1, 2))
-        q_rows = _grouped(q[:, :, rows].to(wide), K)
-        grad_k += (grad_scores.transpose(-1, -2) @ q_rows).sum(2, keepdim=True)
-    return torch.cat(grad_q, 2), grad_k.squeeze(2), grad_v.squeeze(2)
-
-
-def _row_chunks(rows: int) -> list[slice]:
-    return [slice(start, min(start + QUERY_ROWS, rows)) for start in range(0, rows, QUERY_ROWS)]
-
-
-def _grouped(x: torch.Tensor, K: int) -> torch.Tensor:
-    """[B, H, ...] → [B, K, G, ...]."""
-    return x.unflatten(1, (K, -1))
-
-
-def _scores(
-    q: torch.Tensor, k_BK1cE: torch.Tensor, mask: torch.Tensor | None, causal: bool, rows: slice
-) -> torch.Tensor:
-    """[B, K, G, rows, columns], -inf where a key is not seen."""
-    q_rows = _grouped(q[:, :, rows].to(k_BK1cE.dtype), k_BK1cE.shape[1])
-    scores = (q_rows * q.shape[-1] ** -0.5) @ k_BK1cE.transpose(-1, -2)
-    if mask is not None:
-        scores.masked_fill_(~mask[..., rows, :], float("-inf"))
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + rows.start)
-        scores.masked_fill_(later, float("-inf"))
-    return scores
-
-
-# The same two functions by the flash kernels, which take no document mask.
-
-
-def _flash_takes(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    return q.is_cuda and mask is None and q.dtype in (torch.bfloat16, torch.float16)
-
-
-def _flash_part(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
-    return out.float(), lse[:, :, : q.shape[2]].float()
-
-
-def _flash_part_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    repeats, K = q.shape[1] // k.shape[1], k.shape[1]
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of dropout
-    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad_out,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous(),
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        unused,
-        unused,
-    )
-    return grad_q.float(), _grouped(grad_k.float(), K).sum(2), _grouped(grad_v.float(), K).sum(2)

@@ -15,6 +15,7 @@ from titanforge.parallelisms import (
     apply_context_parallel,
     apply_fsdp,
     apply_tensor_parallel,
+    attention_parts,
     check_context_parallel,
     clip_factor,
     pad_sequences,
@@ -29,7 +30,7 @@ def _whole(q, k, v, mask):
 
 
 def _attention_equals_whole(rank: int, world_size: int, query_rows: int) -> None:
-    ring_attention.QUERY_ROWS = query_rows
+    attention_parts.QUERY_ROWS = query_rows
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     group, T = mesh.get_group(), 24
     generator = torch.Generator().manual_seed(0)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from scripts.bench.harness import machine_facts, markdown_table, write_report
-from scripts.exactness import experts, layouts, one_rank, resharding, stages  # noqa: F401  they enter their gates
+from scripts.exactness import experts, half, layouts, one_rank, resharding, stages  # noqa: F401  they enter their gates
 from scripts.exactness.registry import GATES, Gate, Reading, World
 from titanforge.config.sections import Comm
 from titanforge.kernels.forms import select_form

@@ -23,7 +23,7 @@ from titanforge.optim import RuleOptimizer
 from titanforge.parallelisms import init_distributed
 from titanforge.sync import EveryStep
 
-SHOWN = ["T0 by ranks", "T2", "CP1", "SR", "fidelity"]
+SHOWN = ["T0 by ranks", "T2", "CP1", "bf16", "SR", "fidelity"]
 
 
 def broken(world: World) -> Iterator[Reading]:
@@ -46,7 +46,7 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
             step(self, flag, torch.tensor(0.5 if runs.distributed(self) else 1.0))
 
         patch.setattr(RuleOptimizer, "step", slower)
-        found["half the gradient"] = [gates.run_gate(GATES[name], world) for name in ("F1", "TP")]
+        found["half the gradient"] = [gates.run_gate(GATES[name], world) for name in ("F1", "TP", "bf16")]
     found["one rank fails"] = [gates.run_gate(Gate("broken", lambda _: "", broken), world)]
     found["too few"] = [gates.run_gate(GATES["TP by CP by FSDP"], world)]
     return found

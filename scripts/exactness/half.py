@@ -17,7 +17,7 @@ LOSS_BF16 = 2e-3  # an addend of a sum on another rank is rounded to 8 bits befo
 def half_precision_against_one(world: World) -> Iterator[Reading]:
     """Every axis in bf16, on fp32 weights, against one rank in bf16."""
     mixed: dict[str, Any] = {"training__mixed_precision_param": "bfloat16", "rounded": True}
-    deep = {"model__n_layers": 2 * world.size}  # a stage a rank
+    deep: dict[str, Any] = {"model__n_layers": 2 * world.size}  # for stages
     dense = {
         "replicas": Layout(dp_replicate=world.size),
         "fsdp": Layout(dp_shard=world.size),

@@ -73,6 +73,11 @@ def collectives(rank: int, world_size: int) -> dict[str, int]:
     waited = ledger.timings()
     assert "comm/loss/max_seconds" not in waited, "nobody waited for it inside the ledger"
     assert waited["comm/loss/sum_seconds"] > 0 and ledger.total("loss").seconds < 60
+    work = ledger.all_reduce(largest, group, axis="loss", purpose="later", async_op=True)
+    assert work is not None
+    with ledger.waited("all-reduce", "later", "loss", largest.device):
+        work.wait()
+    assert 0 < ledger.timings()["comm/loss/later_seconds"] < 60
     return ledger.metrics()
 
 

@@ -174,7 +174,7 @@ class EveryStep(SyncPolicy):
         """Wait for a bucket's sums and hand them over."""
         if bucket.buffer is not None:
             if bucket.work is not None:
-                with self._ledger.named_failure("all-reduce", _PURPOSE, REPLICATE_AXIS):
+                with self._ledger.waited("all-reduce", _PURPOSE, REPLICATE_AXIS, bucket.buffer.device):
                     bucket.work.wait()
             self._write_back(bucket, bucket.buffer)
             bucket.buffer = bucket.work = None

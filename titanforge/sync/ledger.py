@@ -19,12 +19,35 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass
 class LedgerEntry:
-    """Payload bytes handed to collectives by this rank, the number of collectives, and the seconds that the
-    host spent in them: of CPU tensors reduced in place (on a GPU the host only launches: 0)."""
+    """Payload bytes handed to collectives by this rank, the number of collectives, and the seconds that it
+    waited for them: the host for CPU tensors, the stream for those on a GPU."""
 
     bytes: int = 0
     count: int = 0
     seconds: float = 0.0
+
+
+_MOST_SPANS = 256
+"""Of waits on a GPU that are kept before they are looked at: a log line looks at all."""
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A wait on a GPU, between two events of one stream."""
+
+    axis: str
+    purpose: str
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """This moment of the device's current stream; None while that is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class CollectiveFailed(RuntimeError):
@@ -55,12 +78,17 @@ class CommLedger:
 
     The methods that issue a collective skip it, and record nothing, for a group of one rank.
 
+    Seconds are from where this rank has come to a collective until it can go on, a slower rank's delay
+    included: of those that it waits for in here or in `waited`. On a GPU they are read, without waiting, once
+    the stream has come past them; of steps in a captured graph there are none.
+
     degrees: what `CollectiveFailed` says of an axis.
     """
 
     def __init__(self, degrees: Callable[[str], str] = lambda axis: "") -> None:
         self._degrees = degrees
         self._entries: dict[tuple[str, str], LedgerEntry] = {}
+        self._spans: list[_Span] = []
         self.latest = "nothing sent yet"
         """The collective that was issued last, in words: where this rank is if it hangs."""
         self.issued = 0
@@ -80,6 +108,7 @@ class CommLedger:
 
     def total(self, axis: str | None = None, purpose: str | None = None) -> LedgerEntry:
         """Sum over the entries of an axis, a purpose, both, or all."""
+        self._read_spans()
         total = LedgerEntry()
         for (entry_axis, entry_purpose), entry in self._entries.items():
             if axis in (None, entry_axis) and purpose in (None, entry_purpose):
@@ -97,7 +126,8 @@ class CommLedger:
         return flat
 
     def timings(self) -> dict[str, float]:
-        """Seconds so far, for the loggers: `comm/<axis>/<purpose>_seconds`, where the host waited."""
+        """Seconds so far, for the loggers: `comm/<axis>/<purpose>_seconds`, where this rank waited."""
+        self._read_spans()
         return {
             f"comm/{axis}/{purpose}_seconds": entry.seconds
             for (axis, purpose), entry in sorted(self._entries.items())
@@ -116,12 +146,30 @@ class CommLedger:
             raise CollectiveFailed(what, axis, error, self._degrees(axis)) from error
 
     @contextlib.contextmanager
-    def _timed(self, tensor: Tensor, operation: str, axis: str, purpose: str) -> Iterator[None]:
-        begin = time.perf_counter()
+    def waited(self, operation: str, purpose: str, axis: str, device: torch.device) -> Iterator[None]:
+        """`named_failure` around a wait for a collective on tensors of the device, whose time counts."""
+        on_gpu = device.type == "cuda"
+        mark, begin = _mark(device) if on_gpu else None, time.perf_counter()
         with self.named_failure(operation, purpose, axis):
             yield
-        if tensor.device.type == "cpu":
-            self._entries[axis, purpose].seconds += time.perf_counter() - begin
+        if not on_gpu:
+            entry = self._entries.setdefault((axis, purpose), LedgerEntry())
+            entry.seconds += time.perf_counter() - begin
+        elif mark is not None and (end := _mark(device)) is not None:
+            self._spans.append(_Span(axis, purpose, mark, end))
+            if len(self._spans) > _MOST_SPANS:
+                self._read_spans()
+
+    def _read_spans(self) -> None:
+        """Add the seconds of waits that are over on the device; the others keep their place."""
+        waiting = []
+        for span in self._spans:
+            if span.end.query():
+                entry = self._entries.setdefault((span.axis, span.purpose), LedgerEntry())
+                entry.seconds += span.begin.elapsed_time(span.end) / 1e3
+            else:
+                waiting.append(span)
+        self._spans = waiting
 
     def state_dict(self) -> dict[str, list[int]]:
         """Totals as plain numbers, so that a resumed run counts on; seconds are of one process alone."""
@@ -147,13 +195,13 @@ class CommLedger:
         """Reduce in place over the group; returns the work to wait for if `async_op`.
 
         group: None stands for no communication (one rank), not for the default group.
-        Raises CollectiveFailed; where the work is waited for elsewhere, `named_failure` does it.
+        Raises CollectiveFailed; where the work is waited for elsewhere, `waited` does it.
         """
         if not self._note(tensor, group, "all-reduce", axis, purpose):
             return None
         if async_op:
             return dist.all_reduce(tensor, op=op, group=group, async_op=True)
-        with self._timed(tensor, "all-reduce", axis, purpose):
+        with self.waited("all-reduce", purpose, axis, tensor.device):
             return dist.all_reduce(tensor, op=op, group=group)
 
     def broadcast(
@@ -161,7 +209,7 @@ class CommLedger:
     ) -> None:
         """Overwrite with the tensor of the group's rank `group_src`."""
         if self._note(tensor, group, "broadcast", axis, purpose):
-            with self._timed(tensor, "broadcast", axis, purpose):
+            with self.waited("broadcast", purpose, axis, tensor.device):
                 dist.broadcast(tensor, group=group, group_src=group_src)
 
     def reduce_scatter(
@@ -182,7 +230,7 @@ class CommLedger:
             return None
         if async_op:
             return _reduce_scatter(output, tensor, group=group, async_op=True)
-        with self._timed(tensor, "reduce-scatter", axis, purpose):
+        with self.waited("reduce-scatter", purpose, axis, tensor.device):
             return _reduce_scatter(output, tensor, group=group)
 
     def _note(

@@ -10,7 +10,8 @@ from torch import nn
 
 from titanforge.forge.arguments import Steps, check_arguments, check_axes, check_groups, check_ranks
 from titanforge.forge.coverage import Covered, cover
-from titanforge.forge.engine import ForgeOptimizer, merged_groups
+from titanforge.forge.engine import ForgeOptimizer
+from titanforge.forge.forwards import merged_groups
 from titanforge.forge.modules import ordinary_forwards
 from titanforge.forge.plan import ParamPlan, Placement, Schedule, plan
 from titanforge.forge.probe import probe_readers

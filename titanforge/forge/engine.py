@@ -7,7 +7,7 @@ those that backward could not finish (`weight_updates`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,25 +16,19 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanforge.forge.clip import LaggedClip
 from titanforge.forge.coverage import Covered
+from titanforge.forge.forwards import FusedForwards, fused_modules, merged_groups
 from titanforge.forge.head import HeadSink
 from titanforge.forge.hooked import ArrivalQueue, HookedSink, consume, take_from_former, total_square
+from titanforge.forge.hyper import fill_folding, hyper_of
 from titanforge.forge.joint import JointSink, check_room
-from titanforge.forge.modules import (
-    FusedRead,
-    Projection,
-    check_classes,
-    fuse_module,
-    fuse_projections,
-    restore_module,
-    with_willing_owners,
-)
+from titanforge.forge.modules import check_classes
 from titanforge.forge.ops import register_sink
 from titanforge.forge.plan import Kind, ParamPlan, keeps_logits
-from titanforge.forge.projections import Group, groups_of_linears, lay_side_by_side
+from titanforge.forge.projections import Group, lay_side_by_side
 from titanforge.forge.ranks import Ranks
 from titanforge.forge.report import PlanLine, plan_report, switches_report
 from titanforge.forge.side_by_side import teach_inductor
-from titanforge.forge.sinks import Clock, Hyper, Sink
+from titanforge.forge.sinks import Clock, Sink
 from titanforge.forge.tied import TiedSink
 from titanforge.forge.weight_updates import WeightUpdates
 from titanforge.optim.dobb.hooks import Reader
@@ -43,7 +37,7 @@ from titanforge.optim.entries import Entry, Family
 from titanforge.optim.local_update import LocalWeight
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.placement import is_cut, local_tensor
-from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
+from titanforge.optim.rule import StateGlobalRule, UpdateRule
 from titanforge.optim.sharded import update_sharded
 from titanforge.optim.states import Recipe
 
@@ -89,13 +83,11 @@ class ForgeOptimizer(RuleOptimizer):
         self._flag = torch.ones((), device=self._device)
         self._norm: Tensor | None = None
         self._finished = True
-        self._hyper = [_hyper_of(table) for table in self._table.tables()]
+        self._hyper = [hyper_of(table) for table in self._table.tables()]
         self._sinks: dict[str, Sink] = {}
         self._by_param: dict[int, HookedSink] = {}
         self._queue = ArrivalQueue()
-        self._modules: list[nn.Module] = []
-        self._read: list[FusedRead] = []
-        self._projections: list[Projection] = []
+        self._forwards = FusedForwards()
         self._updates = WeightUpdates(self._clock, self.capture, update_in_backward)
         apart = set(captured or ())  # Dobb's hooks wait for each linear
         merged = merged_groups(model, covered, plans, apart) if merge_projections else []
@@ -109,8 +101,6 @@ class ForgeOptimizer(RuleOptimizer):
         return [(entry, family) for family in self._families for entry in family.entries]
 
     def _fuse(self, covered: Mapping[str, Covered], projections: Sequence[tuple[Group, Tensor]]) -> None:
-        fused: dict[int, tuple[nn.Module, dict[str, Kind], dict[str, Tensor]]] = {}
-        keeping: set[int] = set()
         for family, hyper in zip(self._families, self._hyper):
             for entry in family.entries:
                 param_plan, owner = self._plans[entry.name], covered[entry.name]
@@ -130,37 +120,24 @@ class ForgeOptimizer(RuleOptimizer):
                 handle = register_sink(sink)
                 if isinstance(sink, HeadSink):
                     sink.compile_like(owner.head or owner.module)
-                for module, kind in owner.readers():
-                    _, kinds, handles = fused.setdefault(id(module), (module, {}, {}))
-                    kinds[owner.attribute], handles[owner.attribute] = kind, handle
-                    self._read.append(
-                        FusedRead(
-                            entry.name, module, owner.attribute, owner.param, owner.param.data_ptr(), handle
-                        )
-                    )
-                    if self._keep_logits and keeps_logits(owner.placement.kind, param_plan):
-                        keeping.add(id(module))
+                keeps = self._keep_logits and keeps_logits(owner.placement.kind, param_plan)
+                self._forwards.add(entry.name, owner, handle, keeps)
         try:
-            for module, kinds, handles in fused.values():
-                fuse_module(module, kinds, handles, id(module) in keeping)
-                self._modules.append(module)
-            self._fuse_projections(projections)
+            self._forwards.install()
+            self._merge(projections)
         except BaseException:
             self.detach()
             raise
         for entry, _ in self._entries_with_family():  # last: a former optimizer loses its weights for good
             self._hook(self._sinks.get(entry.name), covered[entry.name])
 
-    def _fuse_projections(self, projections: Sequence[tuple[Group, Tensor]]) -> None:
+    def _merge(self, projections: Sequence[tuple[Group, Tensor]]) -> None:
         entries = {entry.name: entry for entry, _ in self._entries_with_family()}
         if any(weight.is_cuda for _, weight in projections):
             teach_inductor()
         for group, weight in projections:
             sinks, members = zip(*((self._sinks[name], entries[name]) for name in group.names))
-            joint = JointSink(sinks, members, weight)
-            handle = register_sink(joint)
-            fuse_projections(group, weight, handle)
-            self._projections.append(Projection(group, joint, handle))
+            self._forwards.merge(group, JointSink(sinks, members, weight), weight)
 
     def _hook(self, sink: Sink | None, owner: Covered) -> None:
         if not isinstance(sink, HookedSink):
@@ -185,18 +162,9 @@ class ForgeOptimizer(RuleOptimizer):
         """Give the model its ordinary forwards back, but what another optimizer has taken over; this one then
         has its states and no more use.
         """
-        held = {id(read.module) for read in self._read if read.held}
-        for module in self._modules:
-            if id(module) in held:
-                restore_module(module)
-        for projection in self._projections:
-            if projection.held:
-                restore_module(projection.group.module)
+        self._forwards.restore()
         for sink in self._by_param.values():
             sink.release()
-        self._modules.clear()
-        self._read.clear()
-        self._projections.clear()
         self._sinks.clear()
         self._by_param.clear()
 
@@ -218,7 +186,7 @@ class ForgeOptimizer(RuleOptimizer):
         """The plan, grouped, and what the rules send, for printing at start-up."""
         switches = switches_report(
             self.plan,
-            [projection.group for projection in self._projections],
+            self._forwards.groups,
             keep_logits=self._keep_logits,
         )
         parts = (plan_report(self.plan, self._model), *switches, super().report())
@@ -241,8 +209,9 @@ class ForgeOptimizer(RuleOptimizer):
             for module in self._model.modules():  # gathered in a forward that had no backward
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        for fused in (*self._read, *self._by_param.values()):
-            fused.check()
+        self._forwards.check()
+        for sink in self._by_param.values():
+            sink.check()
         super().begin_step(num_micro_batches)
         self.prepare_step()
         self._clock.index = -1
@@ -283,7 +252,7 @@ class ForgeOptimizer(RuleOptimizer):
             self._flag.copy_(self._ranks.agree(self._flag))
         self._table.select(self._flag, self._clip.factor())
         for hyper, family in zip(self._hyper, self._families):
-            _fill(hyper, family.rule)
+            fill_folding(hyper, family.rule)
         clock.observe = not self._fp8.calibrated and bool(self._flag)
 
     def clip(
@@ -421,54 +390,6 @@ class ForgeOptimizer(RuleOptimizer):
         return super().metrics() | {"nonfinite_tiles": self.nonfinite_tiles}
 
 
-def merged_groups(
-    model: nn.Module, covered: Mapping[str, Covered], plans: Mapping[str, ParamPlan], apart: Collection[str]
-) -> list[Group]:
-    """The linears that `forge.merge_projections` multiplies together; see `groups_of_linears`."""
-    groups = groups_of_linears(model, covered, plans, apart)
-    return with_willing_owners(groups, fused_modules(covered, plans))
-
-
-def fused_modules(
-    covered: Mapping[str, Covered], plans: Mapping[str, ParamPlan]
-) -> list[tuple[nn.Module, dict[str, Kind]]]:
-    """Modules that get fused forwards, with the kinds of their fused parameters by attribute."""
-    fused: dict[int, tuple[nn.Module, dict[str, Kind]]] = {}
-    for name, owner in covered.items():
-        if plans[name].fused and not plans[name].by_hook:
-            for module, kind in owner.readers():
-                fused.setdefault(id(module), (module, {}))[1][owner.attribute] = kind
-    return list(fused.values())
-
-
 def _gathers(rule: UpdateRule, entry: Entry) -> bool:
     """Whether U takes parts of the state from other ranks."""
     return rule.u_gathers and is_cut(entry.param, rule.u_dims)
-
-
-def _hyper_of(table: Tensor) -> Hyper:
-    """Room for the vectors that micro-batches need, beside the rule's own."""
-    groups = table.shape[0]
-    first, later = (torch.zeros(groups, 6, device=table.device) for _ in range(2))
-    return Hyper(table, first, later, torch.zeros_like(table))
-
-
-def _fill(hyper: Hyper, rule: UpdateRule) -> None:
-    """`momentum_state`'s (apply, -, -, scale, decay, gain) from the vectors of a rule that folds into its
-    state.
-    """
-    if (
-        not isinstance(rule, LocalStateRule)
-        or "m" not in {slot.name for slot in rule.slots}
-        or not rule.a_affine
-    ):
-        return
-    if rule.kernel_name == "momentum_state":
-        hyper.first.copy_(hyper.table[:, :6])
-    elif rule.kernel_name == "sgd_momentum":
-        hyper.first[:, :5].copy_(hyper.table)
-        hyper.first[:, 5] = 1.0
-        hyper.closing.copy_(hyper.table)
-        hyper.closing[:, 4] = 1.0
-    hyper.later.copy_(hyper.first)
-    hyper.later[:, 4] = 1.0

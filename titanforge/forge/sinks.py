@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from titanforge.forge.hyper import Hyper
 from titanforge.forge.plan import Granule, ParamPlan, Placement
 from titanforge.forge.sources import Launch, Product, Rows, Source, no_tokens
 from titanforge.kernels.codecs import Encoded, as_encoded, fp8_calibrate
@@ -58,20 +59,6 @@ class Clock:
     def last(self) -> bool:
         """Whether this is the step's last micro-batch."""
         return self.index == self.micro_batches - 1
-
-
-@dataclass(frozen=True)
-class Hyper:
-    """Hyperparameters of a family of groups, [groups, H] on the device; storage that never moves.
-
-    first, later: for adding a micro-batch to the state of an affine rule, `momentum_state`'s six. closing:
-    the rule's own, where the state has already decayed in this step.
-    """
-
-    table: Tensor
-    first: Tensor
-    later: Tensor
-    closing: Tensor
 
 
 @dataclass(eq=False)

@@ -242,14 +242,14 @@ class SignUpdates:
         (m, n), device = weight.shape, weight.device
         rows, columns, block_k, chunk = 32, 32, 16, 16
         if not INTERPRET:
-            rows, block_k, chunk = config.wide_rows, 64, 128
+            rows, block_k, chunk = config.wide_rows, 64, 32 if types["M_SPLIT"] else 64
             columns = min(128 if types["M_SPLIT"] else config.wide_columns, next_power_of_2(w))
         tiles = cdiv(m, rows) * (n // w) * len(table)
         programs = min(tiles, _at_once(device) * config.wide_programs)
         signs = torch.empty(programs, rows, cdiv(w, block_k) * block_k, dtype=torch.bfloat16, device=device)
         wide_step_kernel[(programs,)](
             table, signs, hyper, counter, scale, m, n, len(table), w,
-            MASK_ROWS=m % rows != 0, ROWS=rows, COLUMNS=columns, BLOCK_K=block_k, CHUNK=chunk,
+            MASK_ROWS=m % rows != 0, ROWS=rows, COLUMNS=columns, BLOCK_K=block_k, CHUNK=chunk, CHUNK_STAGES=3,
             KEPT=min(rows, _rows_at_once(w, chunk, config.wide_warps)), num_warps=config.wide_warps,
             num_stages=config.wide_stages, **_most(config.wide_registers), **types,
         )  # fmt: skip

@@ -182,7 +182,7 @@ def wide_step_kernel(
     G_TYPE: tl.constexpr, GRADIENT: tl.constexpr, M_TYPE: tl.constexpr, M_SPLIT: tl.constexpr,
     W_TYPE: tl.constexpr, COPY_TYPE: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
     MASK_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, KEPT: tl.constexpr, TO_FP32: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNK_STAGES: tl.constexpr, KEPT: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
     """The same of wider blocks. A program takes tiles of ROWS rows of a block in turn, in three passes: the
     momentum takes the gradient; signs go to its own part of `sign_ptr`, [programs, ROWS, w rounded up to
@@ -214,7 +214,7 @@ def wide_step_kernel(
             else:
                 row_inside = (local < ROWS)[:, None]
             if GRADIENT:
-                for start in range(0, w, CHUNK):
+                for start in tl.range(0, w, CHUNK, num_stages=CHUNK_STAGES):
                     columns = start + tl.arange(0, CHUNK)
                     inside = row_inside & (columns < w)[None, :]
                     places = local[:, None] * n + columns[None, :]

@@ -56,14 +56,18 @@ def config_for(width: int) -> CholeskyConfig:
 
 
 def cholesky_qr_refresh(
-    statistic: Tensor, basis: Tensor, relative_shift: float, config: CholeskyConfig | None = None
+    statistic: Tensor,
+    basis: Tensor,
+    relative_shift: float,
+    config: CholeskyConfig | None = None,
+    largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One orthogonal iteration: U <- CholeskyQR((C + eps I) U), eps = omega max_i sum_j |C_ij|, per block.
 
     statistic: fp32 [N, w, w], symmetric and positive semidefinite. basis: [N, w, w], fp32 or bf16; the result
     has its dtype. relative_shift: omega; the condition number of what is factorised stays below (1 + omega) /
     omega for an orthonormal U. config: tiles, on a GPU; a block's result depends on them and on its own
-    values, not on the blocks beside it.
+    values, not on the blocks beside it. largest: fp32 [N], max_i sum_j |C_ij|, where it is known already.
     Returns the bases, and bool [N]: a block that failed (not finite, not positive definite, or too near to
     singular to be corrected, which begins at omega of about 0.002) keeps its basis.
     The host does not wait for the device.
@@ -72,9 +76,10 @@ def cholesky_qr_refresh(
         return reference_refresh(statistic, basis, relative_shift)
     failed = torch.zeros(len(basis), dtype=torch.int32, device=basis.device)
     u = basis.contiguous()
-    fresh = _triton_refresh(
-        statistic.contiguous(), u, relative_shift, failed, config or config_for(basis.shape[-1])
-    )
+    c = statistic.contiguous()
+    if largest is None:
+        largest = torch.linalg.vector_norm(c, ord=1, dim=-1).amax(dim=-1)
+    fresh = _triton_refresh(c, largest, u, relative_shift, failed, config or config_for(basis.shape[-1]))
     numel = u[0].numel()
     restore_kernel[(len(u), cdiv(numel, 4096))](failed, u, fresh, numel, BLOCK=4096, **LAUNCH_OPTIONS)
     return fresh, failed != 0
@@ -129,7 +134,9 @@ def reference_refresh(statistic: Tensor, basis: Tensor, relative_shift: float) -
     return torch.where(bad[:, None, None], basis, q.to(basis.dtype)), bad
 
 
-def _triton_refresh(c: Tensor, u: Tensor, omega: float, failed: Tensor, config: CholeskyConfig) -> Tensor:
+def _triton_refresh(
+    c: Tensor, largest: Tensor, u: Tensor, omega: float, failed: Tensor, config: CholeskyConfig
+) -> Tensor:
     """The bases, in u's dtype: a Cholesky pass, then corrections. failed: int32 [N], set to 1.
 
     The second pass of Cholesky QR divides by the triangle of a matrix I + E. To first order in E that is
@@ -145,7 +152,6 @@ def _triton_refresh(c: Tensor, u: Tensor, omega: float, failed: Tensor, config: 
     padded = panels * tile
     device = u.device
     split = u.dtype == torch.float32
-    largest = torch.linalg.vector_norm(c, ord=1, dim=-1).amax(dim=-1)
     a = torch.empty(2, count, padded, padded, dtype=torch.bfloat16, device=device)
     gram = torch.empty(count, padded, padded, dtype=torch.float32, device=device)
     inverse = torch.zeros(2, count, panels, tile, tile, dtype=torch.bfloat16, device=device)

@@ -50,6 +50,7 @@ from titanforge.kernels.embedding import embedding_kernel
 from titanforge.kernels.epilogues import EPILOGUES, Epilogue
 from titanforge.kernels.flat import BLOCKS, flat_kernel
 from titanforge.kernels.row_norm_update import row_norm_update_kernel
+from titanforge.kernels.second_moments import take_sums_kernel
 from titanforge.kernels.symmetric_config import candidates
 from titanforge.kernels.symmetric_kernel import symmetric_product_kernel
 from titanforge.kernels.wgrad_kernel import wgrad_kernel
@@ -248,9 +249,15 @@ def matrix_jobs() -> list[tuple[str, Any, Specialisation]]:
         own |= {"M_TYPE": tl.float32 if split else tl.bfloat16, "M_SPLIT": split}
         source = (types, dict(own), {"num_warps": 8, "num_stages": 3})
         listed.append((f"block_basis/sign/{name}", sign_coefficients_kernel, source))
+    listed += _block_steps(types, own)
     listed.append(("block_basis/rebuild", rebuild_update_kernel, (types, own, {"num_warps": 8, "num_stages":
     3})))  # fmt: skip
-    return listed + _block_steps(types, own)
+    types = {**dict.fromkeys(("sums_ptr", "count_ptr", "factor_ptr", "old_ptr"), "*fp32"), "decay": "fp32",
+             "largest_ptr": "*i32"}  # fmt: skip
+    for w, width in ((100, 128), (400, 512)):
+        constants = {"w": w, "FACTOR": False, "ROWS": 16, "WIDTH": width}
+        listed.append((f"take_sums/{w}", take_sums_kernel, (types, constants, {"num_warps": 4})))
+    return listed
 
 
 def _block_steps(types: dict[str, str], constants: dict[str, Any]) -> list[tuple[str, Any, Specialisation]]:
@@ -271,7 +278,8 @@ def _block_steps(types: dict[str, str], constants: dict[str, Any]) -> list[tuple
         narrow = {**own, "w": 100, "MASK_ROWS": False, "ROWS": config.rows, "TILES": config.tiles,
                   "WIDTH": 128, "KEPT": 8 if split else 4}  # fmt: skip
         wide = {**own, "w": 400, "MASK_ROWS": True, "ROWS": config.wide_rows,
-                "COLUMNS": 128 if split else config.wide_columns, "CHUNK": 128, "KEPT": 16}  # fmt: skip
+                "COLUMNS": 128 if split else config.wide_columns, "CHUNK": 32 if split else 64,
+                "CHUNK_STAGES": 3, "KEPT": 64 if split else 32}  # fmt: skip
         for form, kernel, chosen, warps, stages in (
             ("narrow", narrow_step_kernel, narrow, 8 if split else config.warps, config.stages),
             ("wide", wide_step_kernel, wide, config.wide_warps, config.wide_stages),
@@ -290,7 +298,7 @@ def compile_one(
     values = {(names.index(name),): constants.get(name) for name in names if signature[name] == "constexpr"}
     undivided = (
         "tensor_id", "E", "T", "group", "hyper_length", "panel", "panels", "alpha", "beta", "diagonal",
-        "omega", "scale",
+        "omega", "scale", "decay",
     )  # fmt: skip
     divisible = {
         (names.index(name),): [["tt.divisibility", 16]]

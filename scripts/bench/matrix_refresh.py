@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from scripts.bench.matrix_steps import PERIOD, Left, Marks, batch, gpt2, options, warm_bases
 from titanforge.optim import build_optimizer
 
-REFRESH = ("advance", "correct", "gram", "invert", "orthonormal", "product", "scale", "split")
+REFRESH = ("advance", "correct", "gram", "invert", "orthonormal", "product", "scale", "split", "take_sums")
 UPDATE = ("narrow_step", "wide_step", "sign_coefficients", "rebuild_update", "flat")
 MAKES_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_local_scalar_dense")
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from titanforge.kernels.cholesky_qr import write_blocks
+from titanforge.kernels.second_moments import take_sums
 from titanforge.optim.dobb.reduction import Captured, Reduction, buckets
 from titanforge.optim.dobb.refresh import eigenbases, refresh_bases
 from titanforge.optim.dobb.rule import Dobb
@@ -89,18 +90,23 @@ class BasisKeeper(ABC):
 
     # ------------------------------------------------------------ from statistics to bases
 
-    def find_bases(self, stack: Stack, statistics: Tensor, seen: Tensor) -> Fresh:
+    def find_bases(
+        self, stack: Stack, statistics: Tensor, seen: Tensor, largest: Tensor | None = None
+    ) -> Fresh:
         """Algorithm 2 for a stack with its new statistics [N, w, w] and bool [N]: what was ever captured.
 
-        Reads states and writes none; the host does not wait, and has read which blocks are cold.
+        largest: of `take_sums`; without it a pass over the statistics finds it. Reads states and writes none;
+        the host does not wait, and has read which blocks are cold.
         """
         old, new, cold = stack.basis, statistics.to(stack.statistic.dtype), stack.cold()
-        # The largest is not finite where any is not; `isfinite` of all would write them out twice.
-        sound = torch.isfinite(torch.linalg.vector_norm(new, float("inf"), (-2, -1)))
+        if largest is None:
+            # A norm reads them once; `isfinite` of all would write them out twice.
+            largest = torch.linalg.vector_norm(new, ord=1, dim=-1, dtype=torch.float32).amax(dim=-1)
+        sound = torch.isfinite(largest)
         if len(cold) == len(old):  # the first refresh of a run
             bases, failed = eigenbases(new, old, self.options)
             return Fresh(stack, new, torch.where(seen[:, None, None], bases, old), failed, sound)
-        bases, failed = refresh_bases(new, old, self.options)
+        bases, failed = refresh_bases(new, old, self.options, largest)
         if cold:  # experts that had no token as yet may have had their first
             first, missed = eigenbases(new[cold], old[cold], self.options)
             bases[cold] = torch.where(seen[cold, None, None], first, old[cold])
@@ -297,20 +303,16 @@ class DobbCapture(BasisKeeper):
         """
         self._read_cold()
         for stack, sums, counted, positions in self._captured():
-            mean = sums.div_(counted.clamp_min(1.0)[:, None, None])
+            factor = None
             if self.options.side == "G":
                 # Losses were divided by the tokens of the whole step; the paper's g_i were not. Of experts:
                 # by the rows of all of them, whose scale no eigenvector depends on.
                 share = self._micro_batches / self._captured_micro_batches
                 rows = [one.expand(size) for one, size in zip(positions, stack.sizes)]
-                mean = mean * ((torch.cat(rows) * share) ** 2)[:, None, None]
-            captured = counted > 0
+                factor = (torch.cat(rows) * share) ** 2
             # No position at all (an expert without tokens) leaves the statistic as it is.
-            if stack.experts:  # who may add anything then, where others add zeros
-                mean = torch.where(captured[:, None, None], mean, 0.0)
-            kept = torch.where(captured, self.options.decay, 1.0)[:, None, None]
-            mean.addcmul_(stack.statistic.float(), kept)
-            self._prepared.append(self.find_bases(stack, mean, captured))
+            largest = take_sums(sums, counted, stack.statistic, self.options.decay, factor)
+            self._prepared.append(self.find_bases(stack, sums, counted > 0, largest))
 
     @torch.no_grad()
     def refresh(self, applies: Tensor, grad_scale: Tensor | None) -> None:

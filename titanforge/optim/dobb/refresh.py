@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from titanforge.kernels.cholesky_qr import cholesky_qr_refresh
+from titanforge.optim.dobb.stacks import STACK_BYTES
 from titanforge.optim.matrix_options import DobbOptions
 from titanforge.optim.orthonormal import orthonormal
 
-_STACK_BYTES = 512 * 2**20
 
-
-def refresh_bases(statistic: Tensor, basis: Tensor, options: DobbOptions) -> tuple[Tensor, Tensor]:
+def refresh_bases(
+    statistic: Tensor, basis: Tensor, options: DobbOptions, largest: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Algorithm 2 on blocks [N, w, w] that have a basis: (C + eps I) U orthonormalised, k times. fp32
-    arithmetic whatever the storage.
+    arithmetic whatever the storage. largest: max_i sum_j |C_ij| of each block, if it is known.
 
     Returns the new bases as stored (a block whose factorisation failed keeps its old one), and the number of
     those that failed, int64 scalar on the device. Nothing waits for the device.
@@ -24,7 +25,7 @@ def refresh_bases(statistic: Tensor, basis: Tensor, options: DobbOptions) -> tup
         return eigenbases(statistic, basis, options)
     for _ in range(options.iterations):
         if options.qr == "cholesky":
-            basis, bad = cholesky_qr_refresh(c, basis, options.relative_shift)
+            basis, bad = cholesky_qr_refresh(c, basis, options.relative_shift, largest=largest)
         else:
             basis, bad = _householder(c, basis, options.shift)
         failed = failed + bad.sum()
@@ -53,7 +54,7 @@ def _householder(c: Tensor, basis: Tensor, shift: float) -> tuple[Tensor, Tensor
     return torch.where(good, q.to(basis.dtype), basis), ~good[:, 0, 0]
 
 
-def orthonormal_stack(y: Tensor, most: int = _STACK_BYTES) -> Tensor:
+def orthonormal_stack(y: Tensor, most: int = STACK_BYTES) -> Tensor:
     """Q of the QR factorisation of each fp32 [N, w, w], as Householder's, but for the signs of columns.
 
     The signs are of no effect on an update. Libraries drive Householder QR from the host, block by block, and

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from titanforge.optim.dobb.reduction import Captured
 
-_STACK_BYTES = 512 * 2**20
-"""Largest stack of blocks refreshed at once, fp32. Few blocks would leave a GPU idle: the steps of a
-factorisation follow one another."""
+STACK_BYTES = 512 * 2**20
+"""Largest stack of blocks that are refreshed at once, as one tensor. Few blocks would leave a GPU idle: the
+steps of a factorisation follow one another."""
 _ALIGNED = 4
 """Positions of a weight begin at 16 bytes, as compiled code that counts them expects of its inputs."""
 
@@ -24,7 +24,7 @@ class Stack:
 
     statistic, basis: [N, w, w], the blocks of one weight after those of another; the weights' states are
     views of them. position_of: int64 [N], each block's place among the positions of `new_sums`. positions:
-    their number. experts: whether any weight has experts.
+    their number.
     """
 
     weights: list[Captured]
@@ -32,7 +32,6 @@ class Stack:
     basis: Tensor
     position_of: Tensor
     positions: int
-    experts: bool
 
     @property
     def sizes(self) -> list[int]:
@@ -79,7 +78,7 @@ def stacked(weights: Sequence[Captured], moved: Callable[[Captured], None]) -> l
             by_width[weight.width].append(weight)
     stacks = []
     for group in by_width.values():
-        size = max(1, _STACK_BYTES // (4 * max(weight.basis.numel() for weight in group)))
+        size = max(1, STACK_BYTES // (4 * max(weight.basis.numel() for weight in group)))
         stacks += [_stack(group[at : at + size], moved) for at in range(0, len(group), size)]
     return stacks
 
@@ -105,5 +104,4 @@ def _stack(weights: list[Captured], moved: Callable[[Captured], None]) -> Stack:
         basis,
         torch.cat(position_of).to(basis.device),
         at,
-        any(weight.experts for weight in weights),
     )

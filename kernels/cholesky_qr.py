@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, runs_triton
+from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, next_power_of_2, runs_triton
 from titanforge.kernels.cholesky_qr_kernel import (
     advance_kernel,
     correct_kernel,
@@ -32,7 +32,8 @@ class CholeskyConfig:
 
     factor_warps: of the two launches of a panel. invert_warps: of a launch of its own for the diagonal tiles;
     0: they go with the updates of other tiles. planes: whether C is split into planes by a launch of its own,
-    once for all the tiles that read it.
+    once for all the tiles that read it. least_edge: rows and columns that products take of the last panel at
+    least; `tile`: always all of them.
     """
 
     tile: int = 128
@@ -42,6 +43,12 @@ class CholeskyConfig:
     factor_warps: int = 4
     invert_warps: int = 0
     planes: bool = True
+    least_edge: int = 64 if not INTERPRET else 32
+
+    def edge(self, width: int) -> int:
+        """Rows and columns of the last panel that products take: a power of two, and all of a block's."""
+        rest = (width - 1) % self.tile + 1
+        return min(self.tile, max(self.least_edge, self.block_k, next_power_of_2(rest)))
 
 
 def config_for(width: int) -> CholeskyConfig:
@@ -77,12 +84,16 @@ def cholesky_qr_refresh(
     failed = torch.zeros(len(basis), dtype=torch.int32, device=basis.device)
     u = basis.contiguous()
     c = statistic.contiguous()
-    if largest is None:
-        largest = torch.linalg.vector_norm(c, ord=1, dim=-1).amax(dim=-1)
-    fresh = _triton_refresh(c, largest, u, relative_shift, failed, config or config_for(basis.shape[-1]))
+    sums = largest_sums(c) if largest is None else largest
+    fresh = _triton_refresh(c, sums, u, relative_shift, failed, config or config_for(basis.shape[-1]))
     numel = u[0].numel()
     restore_kernel[(len(u), cdiv(numel, 4096))](failed, u, fresh, numel, BLOCK=4096, **LAUNCH_OPTIONS)
     return fresh, failed != 0
+
+
+def largest_sums(statistic: Tensor) -> Tensor:
+    """max_i sum_j |C_ij| of each block, fp32 [N]; not finite where any value is not."""
+    return torch.linalg.vector_norm(statistic, ord=1, dim=-1, dtype=torch.float32).amax(dim=-1)
 
 
 def write_blocks(target: Tensor, values: Tensor, chosen: Tensor) -> None:
@@ -159,21 +170,23 @@ def _triton_refresh(
     fresh = torch.empty_like(u)
     # Before the Gram matrix its place has C's planes; after it L's and V's, and X's at last.
     planes, plane, d_low = gram.view(torch.bfloat16), a[0].numel(), inverse[0].numel()
-    options: dict[str, Any] = {
+    factor_options: dict[str, Any] = {
         "TILE": tile, "BLOCK_K": config.block_k, "TO_FP32": INTERPRET, "num_stages": config.stages,
-        "num_warps": config.warps, **LAUNCH_OPTIONS,
+        "num_warps": config.factor_warps, **LAUNCH_OPTIONS,
     }  # fmt: skip
-    factor_options = {**options, "num_warps": config.factor_warps}
+    options = {**factor_options, "EDGE": config.edge(width), "num_warps": config.warps}
+    filled = padded - tile + config.edge(width)
     tiles = (count, panels, panels)
     if config.planes:
-        split_kernel[(count, padded // 16)](
-            c, planes, plane, padded, width, ROWS=16, WIDTH=tile, num_warps=4, **LAUNCH_OPTIONS
-        )
+        split_kernel[(count, filled // 16)](
+            c, planes, plane, padded, filled, width,
+            ROWS=16, WIDTH=config.edge(width), num_warps=4, **LAUNCH_OPTIONS,
+        )  # fmt: skip
     product_kernel[tiles](
-        planes if config.planes else c, u, largest, a, plane, padded, omega, width,
+        planes if config.planes else c, u, largest, a, plane, padded, omega, panels, width,
         MASKED=width != padded, C_PLANES=config.planes, U_SPLIT=split, **options,
     )  # fmt: skip
-    gram_kernel[tiles](a, gram, failed, plane, padded, width, SPLIT=True, NEAR=False, **options)
+    gram_kernel[tiles](a, gram, failed, plane, padded, panels, width, SPLIT=True, NEAR=False, **options)
     for panel in range(panels):
         below = panels - panel - 1
         if panels > 1 or not config.invert_warps:
@@ -192,7 +205,7 @@ def _triton_refresh(
     rounds = corrections(omega, u.dtype)
     for number in range(rounds):
         last = number == rounds - 1
-        gram_kernel[tiles](q, planes, failed, plane, padded, width, SPLIT=split, NEAR=True, **options)
+        gram_kernel[tiles](q, planes, failed, plane, padded, panels, width, SPLIT=split, NEAR=True, **options)
         correct_kernel[tiles](
             q, planes, fresh if last else a, plane, padded, panels, width, SPLIT=split, LAST=last, **options
         )

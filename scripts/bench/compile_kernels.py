@@ -194,20 +194,24 @@ def matrix_jobs() -> list[tuple[str, Any, Specialisation]]:
         "l_ptr": "*bf16", "d_ptr": "*bf16", "failed_ptr": "*i32", "out_ptr": "*bf16",
     }  # fmt: skip
     pointers |= dict.fromkeys(("a_ptr", "x_ptr", "old_ptr"), "*bf16")
-    numbers = dict.fromkeys(("plane", "d_low", "P", "panel", "panels", "numel"), "i32")
+    numbers = dict.fromkeys(("plane", "d_low", "P", "panel", "panels", "numel", "filled"), "i32")
     constants = {
         "TILE": tiles.tile, "BLOCK_K": tiles.block_k, "TO_FP32": False, "PRECISION": PRECISION,
         "LAST": True, "INVERT": True, "ROWS": 16, "WIDTH": tiles.tile, "BLOCK": 4096,
     }  # fmt: skip
     # Of a wide block; of a narrow one, whose C is split where it is read, and of fp32 bases.
-    wide = {"w": 768, "MASKED": False, "C_PLANES": True, "U_SPLIT": False, "SPLIT": True, "NEAR": False}
+    wide = {"w": 768, "MASKED": False, "C_PLANES": True, "U_SPLIT": False, "SPLIT": True, "NEAR": False,
+            "EDGE": tiles.tile}  # fmt: skip
+    ragged = {**wide, "w": 400, "MASKED": True, "EDGE": tiles.edge(400)}
     narrow = {**wide, "w": 100, "MASKED": True, "C_PLANES": False, "INVERT": False}
     near = {**wide, "SPLIT": False, "NEAR": True}
     exact = {**narrow, "U_SPLIT": True, "NEAR": True, "LAST": False}
     forms = {
-        split_kernel: (wide, narrow), product_kernel: (wide, narrow, exact), gram_kernel: (wide, near, exact),
+        split_kernel: (wide, narrow), product_kernel: (wide, narrow, exact, ragged),
+        gram_kernel: (wide, near, exact, ragged, {**ragged, "SPLIT": False, "NEAR": True}),
         advance_kernel: (wide, narrow), scale_kernel: (wide,), invert_kernel: (wide,),
-        orthonormal_kernel: (near, wide), correct_kernel: (near, narrow, exact), restore_kernel: (wide,),
+        orthonormal_kernel: (near, wide, {**ragged, "SPLIT": False}),
+        correct_kernel: (near, narrow, exact, {**ragged, "SPLIT": False}), restore_kernel: (wide,),
     }  # fmt: skip
     warps = {advance_kernel: tiles.factor_warps, scale_kernel: tiles.factor_warps, invert_kernel: 2}
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from titanforge.kernels.cholesky_qr import write_blocks
+from titanforge.kernels.cholesky_qr import largest_sums, write_blocks
 from titanforge.kernels.second_moments import take_sums
 from titanforge.optim.dobb.reduction import Captured, Reduction, buckets
 from titanforge.optim.dobb.refresh import eigenbases, refresh_bases
@@ -99,14 +99,13 @@ class BasisKeeper(ABC):
         the host does not wait, and has read which blocks are cold.
         """
         old, new, cold = stack.basis, statistics.to(stack.statistic.dtype), stack.cold()
-        if largest is None:
-            # A norm reads them once; `isfinite` of all would write them out twice.
-            largest = torch.linalg.vector_norm(new, ord=1, dim=-1, dtype=torch.float32).amax(dim=-1)
-        sound = torch.isfinite(largest)
+        # A norm reads them once; `isfinite` of all would write them out twice.
+        norms = largest_sums(new) if largest is None else largest
+        sound = torch.isfinite(norms)
         if len(cold) == len(old):  # the first refresh of a run
             bases, failed = eigenbases(new, old, self.options)
             return Fresh(stack, new, torch.where(seen[:, None, None], bases, old), failed, sound)
-        bases, failed = refresh_bases(new, old, self.options, largest)
+        bases, failed = refresh_bases(new, old, self.options, norms)
         if cold:  # experts that had no token as yet may have had their first
             first, missed = eigenbases(new[cold], old[cold], self.options)
             bases[cold] = torch.where(seen[cold, None, None], first, old[cold])

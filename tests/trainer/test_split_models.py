@@ -40,8 +40,9 @@ LAYOUTS = {  # name: (ranks, degrees)
 # tests/parallelisms/test_tensor_parallel.py shows that of every family.
 CELLS = [
     *(("llama3", name) for name, (ranks, axes) in LAYOUTS.items() if ranks > 1 and "pipeline" not in axes),
-    *(("gpt2", name) for name in ("tp2", "tp4")),
-    *(("qwen3", name) for name in ("tp2", "tp2_fsdp2")),
+    # Positions that are learnt are looked up by a rank's pieces of a sequence; heads of a width of their own.
+    *(("gpt2", name) for name in ("tp2", "tp4", "cp2_ring")),
+    *(("qwen3", name) for name in ("tp2", "tp2_fsdp2", "cp2_ulysses")),
 ]
 KEYS = {
     "tensor": "parallelism__tensor_parallel_degree",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -13,6 +14,7 @@ from tests.distributed_harness import run_distributed
 from tests.parallelisms.test_tensor_parallel import batch, build, fill
 from titanforge.parallelisms import (
     apply_context_parallel,
+    apply_fsdp,
     apply_tensor_parallel,
     complete_gradients,
     tensor_rank_weights,
@@ -116,6 +118,28 @@ def test_collectives_of_context_parallelism(method):
     for counts, sent in run_distributed(_context_counts, ranks, method):
         assert counts == ({} if method == "ring" else {"all_to_all": 4 * LAYERS})
         assert sent == (LAYERS * (2 * (ranks - 1) + ranks) if method == "ring" else 0)
+
+
+def _shard_counts(rank: int, world_size: int, kind: str, policy: str) -> dict[str, int]:
+    model = build(kind)
+    apply_fsdp(model, init_device_mesh("cpu", (world_size,)), torch.float32, reshard_policy=policy)
+    fill(model)
+    return _counted(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "gathers"),
+    [
+        ("llama3", "default", 2 * LAYERS + 4),  # embedding and blocks twice; head, and final norm, once
+        ("llama3", "never", LAYERS + 3),
+        ("gpt2", "always", 2 * LAYERS + 1),  # its embedding is its head, in the group of the final norm
+    ],
+)
+def test_collectives_of_shards(kind, policy, gathers):
+    """One gather a group in forward and, if it was freed, in backward; one scatter of its gradients."""
+    groups = LAYERS + (3 if kind == "llama3" else 1)
+    for counts in run_distributed(_shard_counts, 2, kind, policy):
+        assert counts == {"_allgather_base_": gathers, "_reduce_scatter_base_": groups}
 
 
 def _a_record_let_go(rank: int, world_size: int) -> None:

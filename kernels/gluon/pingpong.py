@@ -31,7 +31,7 @@ from titanforge.kernels.gluon._gluon import (
 from titanforge.kernels.gluon.movers import load_operands, load_slots, place_of, store_slots
 from titanforge.kernels.gluon.pairs import nothing_met
 from titanforge.kernels.gluon.row_scales import own_place
-from titanforge.kernels.gluon.slice_update import shared_number, update_slice
+from titanforge.kernels.gluon.slice_update import shared_number, shared_numbers, update_slice
 from titanforge.kernels.gluon.slices import keep_largest, next_scale_of, scale_at
 from titanforge.kernels.tiles import BLOCKWISE, KIND, RANDOM, count_nonfinite
 
@@ -78,44 +78,44 @@ def multiply(
 
 
 @jit
-def taken(x, scale, PIECE: gl.constexpr, SCALED: gl.constexpr):
-    """x, times the scale if SCALED."""
+def times(x, scale, PIECE: gl.constexpr):
     # Each unlike the others, or the compiler would merge their branches: of `where` it makes two selects.
-    if SCALED:
-        asm: gl.constexpr = f"mul.rn.f32 $0, $1, $2; // {PIECE}"
-        x = gl.inline_asm_elementwise(asm, "=f,f,f", [x, scale], dtype=gl.float32, is_pure=True, pack=1)
-    else:
-        asm: gl.constexpr = f"mov.b32 $0, $1; // {PIECE}"
-        x = gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-    return x
+    asm: gl.constexpr = f"mul.rn.f32 $0, $1, $2; // {PIECE}"
+    return gl.inline_asm_elementwise(asm, "=f,f,f", [x, scale], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @jit
-def pick_next(piece, scale, x01, x10, x11, SCALED: gl.constexpr):
+def moved(x, PIECE: gl.constexpr):
+    asm: gl.constexpr = f"mov.b32 $0, $1; // {PIECE}"
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@jit
+def pick_next(piece, scale, x01, x10, x11):
     """Of the slices after the first one the one that follows, times the scale: the product that every rule
     begins with takes the place of a move. Slices go by rows of two.
     """
     if piece == 0:
-        x = taken(x01, scale, 1, SCALED)
+        x = times(x01, scale, 1)
     elif piece == 1:
-        x = taken(x10, scale, 2, SCALED)
+        x = times(x10, scale, 2)
     else:
-        x = taken(x11, scale, 3, SCALED)
+        x = times(x11, scale, 3)
     return x
 
 
 @jit
 def pick_next_both(piece, scale, x01, x10, x11, own01, own10, own11):
-    """`pick_next`, scaled, and with it the next slice's own of what is unscaled."""
+    """`pick_next`, and with it the next slice's own of what has no scale."""
     if piece == 0:
-        x = taken(x01, scale, 1, True)
-        own = taken(own01, scale, 1, False)
+        x = times(x01, scale, 1)
+        own = moved(own01, 1)
     elif piece == 1:
-        x = taken(x10, scale, 2, True)
-        own = taken(own10, scale, 2, False)
+        x = times(x10, scale, 2)
+        own = moved(own10, 2)
     else:
-        x = taken(x11, scale, 3, True)
-        own = taken(own11, scale, 3, False)
+        x = times(x11, scale, 3)
+        own = moved(own11, 3)
     return x, own
 
 
@@ -138,14 +138,13 @@ def consume(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
     )
     ROWS: gl.constexpr = gl.SliceLayout(1, SLICE)
-    # Random rounding wants all registers: there the scale in a register is spilled, or another number.
-    SCALED: gl.constexpr = ((W_CODEC | S0_CODEC | S1_CODEC) & RANDOM) == 0
     dy_buf, x_buf, filled, free = operands
     first = gl.program_id(0)
     programs = gl.num_programs(0)
     rows = gl.arange(0, 64, ROWS)
     apply = gl.load(h_ptr) != 0
     scale = shared_number(numbers, 3, HYPERS)  # of gradients
+    numbers = shared_numbers(numbers, HYPERS)
     s0_next = next_scale_of(s0_meta_ptr, S0_CODEC)
     s1_next = next_scale_of(s1_meta_ptr, S1_CODEC)
     # Two states of block codecs: what is the first one's stands for both, see `row_scales`.
@@ -220,8 +219,7 @@ def consume(
         g01 = gl.convert_layout(g01, SLICE, assert_trivial=True)
         g10 = gl.convert_layout(g10, SLICE, assert_trivial=True)
         g11 = gl.convert_layout(g11, SLICE, assert_trivial=True)
-        if SCALED:
-            g00 = g00 * scale
+        g00 = g00 * scale
         if not BY_SLICE:
             mbarrier.wait(update_turns.index(1 - WID), op)
         # A loop that selects its slice, not four copies of the update: code of both consumers that outgrows
@@ -234,16 +232,16 @@ def consume(
                 next_s1_scale = scale_at(s1_meta_ptr, after, S1_CODEC)
             s0_largest, s1_largest = update_slice(
                 g00, t * 4 + piece, write, rescale, s0_scale, s1_scale, s0_next, s1_next, s0_largest,
-                s1_largest, offsets, ring, s0_meta_ptr, s1_meta_ptr, h_ptr, numbers, rng_ptr, tensor_id,
+                s1_largest, offsets, ring, s0_meta_ptr, s1_meta_ptr, numbers, rng_ptr, tensor_id,
                 first_row + piece // 2 * 64, j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op,
-                piece, WID, EPILOGUE, HYPERS, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING,
-                BY_SLICE, JOINT, SCALED,
+                piece, WID, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
+                JOINT,
             )  # fmt: skip
             offsets = after
             if JOINT:
                 g00, s0_scale = pick_next_both(piece, scale, g01, g10, g11, scale01, scale10, scale11)
             else:
-                g00 = pick_next(piece, scale, g01, g10, g11, SCALED)
+                g00 = pick_next(piece, scale, g01, g10, g11)
                 s0_scale = next_s0_scale
                 s1_scale = next_s1_scale
         if not BY_SLICE:

@@ -9,7 +9,7 @@ from titanforge.kernels.gluon._gluon import fence_async_shared, gl, jit, mbarrie
 from titanforge.kernels.gluon.pairs import load_slice, store_scales, store_slice
 from titanforge.kernels.gluon.row_scales import load_both, own_place, store_both
 from titanforge.kernels.gluon.slices import accumulator_lanes, accumulator_words
-from titanforge.kernels.tiles import BLOCKWISE, KIND, RANDOM, TENSORWISE
+from titanforge.kernels.tiles import KIND, RANDOM, TENSORWISE
 
 
 @jit
@@ -20,15 +20,16 @@ def shared_number(numbers, INDEX: gl.constexpr, HYPERS: gl.constexpr):
 
 
 @jit
-def shared_numbers(numbers, HYPERS: gl.constexpr, SCALED: gl.constexpr):
-    """All of them, as epilogues take them. What a rule does not use, is not loaded. SCALED: the gradient has
-    been multiplied by its scale.
+def shared_numbers(numbers, HYPERS: gl.constexpr):
+    """All of them, as epilogues take them, for a gradient that has been multiplied by its scale. What a rule
+    does not use, is not loaded.
 
-    From global memory each would wait for the scales that are fetched a slice ahead, which a warp gets first.
+    Taken before the loop over tiles: read from shared memory, where nothing changes them, they are known to
+    be the same in all threads and stay in uniform registers.
     """
     return (
         shared_number(numbers, 0, HYPERS), shared_number(numbers, 1, HYPERS),
-        shared_number(numbers, 2, HYPERS), 1.0 if SCALED else shared_number(numbers, 3, HYPERS),
+        shared_number(numbers, 2, HYPERS), 1.0,
         shared_number(numbers, 4, HYPERS), shared_number(numbers, 5, HYPERS),
         shared_number(numbers, 6, HYPERS), shared_number(numbers, 7, HYPERS),
         shared_number(numbers, 8, HYPERS), shared_number(numbers, 9, HYPERS),
@@ -39,15 +40,15 @@ def shared_numbers(numbers, HYPERS: gl.constexpr, SCALED: gl.constexpr):
 @jit
 def update_slice(
     g, number, write, rescale, s0_scale, s1_scale, s0_next, s1_next, s0_largest, s1_largest, offsets,
-    ring, s0_meta_ptr, s1_meta_ptr, h_ptr, numbers, rng_ptr, tensor_id, first_row, first_column,
-    unknown_zero, turns, op, piece, WID: gl.constexpr, EPILOGUE: gl.constexpr, HYPERS: gl.constexpr,
+    ring, s0_meta_ptr, s1_meta_ptr, numbers, rng_ptr, tensor_id, first_row, first_column,
+    unknown_zero, turns, op, piece, WID: gl.constexpr, EPILOGUE: gl.constexpr,
     SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
-    RING: gl.constexpr, BY_SLICE: gl.constexpr, JOINT: gl.constexpr, SCALED: gl.constexpr,
+    RING: gl.constexpr, BY_SLICE: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     """Epilogue of one slice, on what the ring holds of it. Returns of both states what `store_slice` does.
 
-    SCALED: g has been multiplied by its scale.
+    g: times its scale, which `numbers` has as 1.
     write: the slice is applied. rescale: it is not, but the scale of whole-tensor codecs moves on.
     offsets: of the scales of the slice's rows, the same in both states. JOINT: both states' scales are found
     at once, and what is the first one's stands for both (see `row_scales`).
@@ -80,11 +81,7 @@ def update_slice(
                 s0 = load_slice(s0_buf.index(slot), s0_scale, S0_CODEC, layout)
             if SLOTS >= 2:
                 s1 = load_slice(s1_buf.index(slot), s1_scale, S1_CODEC, layout)
-        # Codes rounded at random want all registers: there numbers in registers are spilled.
-        if (W_CODEC | S0_CODEC | S1_CODEC) & RANDOM and (S0_CODEC & KIND) == BLOCKWISE:
-            w, s0, s1 = EPILOGUE(g, w, s0, s1, h_ptr)
-        else:
-            w, s0, s1 = EPILOGUE(g, w, s0, s1, shared_numbers(numbers, HYPERS, SCALED))
+        w, s0, s1 = EPILOGUE(g, w, s0, s1, numbers)
         w_lane = 0
         s0_lane = 0
         s1_lane = 0

@@ -30,6 +30,27 @@ MODELS = {
     "Qwen3-30B-A3B experts": (EXPERTS, 48),
 }
 """By model: (shape, number in a layer) of its linears, and layers."""
+MERGED = {
+    "Llama-8B": ((2 * 14336, 4096), (4096 + 2 * 1024, 4096)),
+    "Qwen3-32B": ((2 * 25600, 5120), (8192 + 2 * 1024, 5120)),
+}
+"""By model: its linears of one input as `forge.merge_projections` lays them, gate and up, and q, k and v."""
+
+
+def tuned_shapes(model: str, recipe: str) -> list[tuple[int, int]]:
+    """Shapes [N, K] of the launches that a training step of a model makes for its linears.
+
+    Those of merged linears come first: one launch takes them where nothing goes by a weight's name (bits of
+    random rounding) or by a whole weight (scales of fp8 states).
+    """
+    weight, by_kind, master = RECIPES[recipe]
+    apart = master or any(
+        name.endswith("_sr") or name.startswith("fp8") for name in (weight, *by_kind.values())
+    )
+    layer, _ = MODELS[model]
+    alone = [shape for shape, _ in layer if len(shape) == 2]
+    return [*(() if apart else MERGED[model]), *alone]
+
 
 RECIPES: dict[str, tuple[str, dict[str, str], bool]] = {
     # name: weight codec, state codec by slot kind, fp32 master

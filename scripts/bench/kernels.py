@@ -5,23 +5,27 @@ equals store-G and flat pass, bit for bit); median time over CUDA-graph replays 
 to the floor max(bytes / 4.25 TB/s, FLOPs / 730 TF/s) and to cuBLAS G + torch fused AdamW. Writes kernels.json
 (also the form and tile that each cell chose, versions, the card's clocks), kernels.md and kernels.png.
 
-    python scripts/bench/kernels.py --out FOLDER [--set default|quick|full|random] [--budget SECONDS] [--tune]
+    python scripts/bench/kernels.py --out FOLDER [--set default|quick|full|random] [--budget SECONDS]
+    python scripts/bench/kernels.py --out FOLDER --tune Llama-8B [--recipes bf16 int8_sr] [--tokens 512 4096]
     python scripts/bench/kernels.py --out FOLDER --forms portable pp2 coop [--budget SECONDS] [--processes N]
         [--set default|random|experts|bytes]
 
-The second compares the forms of the kernel (`kernel_forms.py`), each in processes of its own, and writes
-kernel_forms.json, .md and .png. The set `random` is of stochastic rounding, `experts` of
-Qwen3-30B-A3B's, `bytes` of int8 states in every geometry and order of tiles.
+The second finds the fastest form and tile for a model's launches of AdamW and notes them for training to read
+(`kernels/config.py`), before the cells of `--set`. The third compares the forms of the kernel
+(`kernel_forms.py`), each in processes of its own, and writes kernel_forms.json, .md and .png. The set
+`random` is of stochastic rounding, `experts` of Qwen3-30B-A3B's, `bytes` of int8 states in every geometry and
+order of tiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ from kernel_cells import (
     GATE_UP,
     LAYER,
     LAYERS,
+    MERGED,
     RECIPES,
     Cell,
     Operands,
@@ -48,6 +53,7 @@ from kernel_cells import (
     rms_error,
     time_standard,
     torch_adamw,
+    tuned_shapes,
 )
 from kernels_report import markdown, plot, totals
 
@@ -189,20 +195,23 @@ def time_grouped(device: torch.device) -> dict[str, Any]:
     return {"ms": ms, "floor_ms": floor}
 
 
-def tune(device: torch.device) -> list[dict[str, Any]]:
-    """Autotune AdamW on Llama-8B's shapes and remember the winners."""
+def tune(
+    model: str, recipes: Sequence[str], tokens: Sequence[int], device: torch.device
+) -> list[dict[str, Any]]:
+    """Autotune AdamW on a model's launches and remember the winners."""
     found = []
     rule = get_epilogue("adamw")
-    for recipe in ("bf16", "int8"):
-        for shape, _ in LAYER:
-            for tokens in (512, 4096):
-                names = codec_names(rule, recipe)
-                best, timed = autotune(rule, names, shape, tokens, torch.bfloat16, device)
-                found.append(
-                    {"recipe": recipe, "shape": shape, "tokens": tokens, "best": asdict(best),
-                     "all": [{"ms": ms, **asdict(config)} for ms, config in timed]}
-                )  # fmt: skip
-                print(f"tuned {recipe} {shape} {tokens}: {timed[0][0] * 1e3:.0f} us {best}", flush=True)
+    for recipe in recipes:
+        names = codec_names(rule, recipe)
+        for shape, count in itertools.product(tuned_shapes(model, recipe), tokens):
+            best, timed = autotune(
+                rule, names, shape, count, torch.bfloat16, device, master=RECIPES[recipe][2]
+            )  # fmt: skip
+            found.append(
+                {"recipe": recipe, "shape": shape, "tokens": count, "best": asdict(best),
+                 "all": [{"ms": ms, **asdict(config)} for ms, config in timed]}
+            )  # fmt: skip
+            print(f"tuned {recipe} {shape} {count}: {timed[0][0] * 1e3:.0f} us {best}", flush=True)
     return found
 
 
@@ -239,7 +248,9 @@ def main() -> int:
     of_forms, of_cells = ("default", "random", "experts", "bytes"), ("default", "quick", "full", "random")
     parser.add_argument("--set", choices=tuple(dict.fromkeys(of_cells + of_forms)), default="default")
     parser.add_argument("--budget", type=float, default=210.0, help="seconds in which cells begin")
-    parser.add_argument("--tune", action="store_true", help="autotune Llama-8B's shapes first")
+    parser.add_argument("--tune", choices=MERGED, help="autotune this model's launches first")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["bf16", "int8"], help="of --tune")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[512, 4096], help="of --tune")
     parser.add_argument(
         "--forms", nargs="+", choices=FORMS, help="check and compare these forms of the kernel instead"
     )
@@ -278,7 +289,9 @@ def main() -> int:
             return None
 
     if arguments.tune:
-        report["tuned"] = attempt("tune", lambda: tune(device))
+        report["tuned"] = attempt(
+            "tune", lambda: tune(arguments.tune, arguments.recipes, arguments.tokens, device)
+        )
         save()
     started = time.perf_counter()
     standards: dict[Any, dict[str, float]] = {}

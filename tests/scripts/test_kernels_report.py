@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from scripts.bench.harness import machine_facts
+from scripts.bench.kernel_cells import tuned_shapes
 from scripts.bench.kernels_report import forms_markdown, markdown, plot
+from titanforge.models.registry import build_model
 
 CONFIG = {"form": "pp2", "group": 8}
 CELL: dict[str, Any] = {
@@ -50,3 +52,15 @@ def test_forms_stand_beside_the_standard_path_of_their_shape(tmp_path: Path) -> 
     assert "| portable | – | 8 | adamw | bf16 | 128 x 768 x 2048 | 512 | 71.0 | 1.42 | – |" in text
     plot(report["cells"], tmp_path / "forms.png")
     assert (tmp_path / "forms.png").stat().st_size > 0
+
+
+def test_shapes_to_tune_are_those_of_launches() -> None:
+    """What a fused block launches: q, k and v as one, but for recipes of which each weight has its own."""
+    model, _ = build_model(
+        "llama3", "8B", vocab_size=512, seq_len=8, overrides={"n_layers": 1}, device="meta"
+    )
+    shapes = {tuple(param.shape) for name, param in model.layers["0"].named_parameters() if param.dim() == 2}
+    assert set(tuned_shapes("Llama-8B", "int8_sr")) == shapes
+    assert set(tuned_shapes("Llama-8B", "fp8")) == shapes
+    both = {(28672, 4096), (6144, 4096)}
+    assert set(tuned_shapes("Llama-8B", "bf16")) == shapes | both

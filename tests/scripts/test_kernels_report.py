@@ -56,9 +56,8 @@ def test_forms_stand_beside_the_standard_path_of_their_shape(tmp_path: Path) -> 
 
 def test_shapes_to_tune_are_those_of_launches() -> None:
     """What a fused block launches: q, k and v as one, but for recipes of which each weight has its own."""
-    model, _ = build_model(
-        "llama3", "8B", vocab_size=512, seq_len=8, overrides={"n_layers": 1}, device="meta"
-    )
+    with torch.device("meta"):
+        model: Any = build_model("llama3", "8B", vocab_size=512, seq_len=8, overrides={"n_layers": 1})[0]
     shapes = {tuple(param.shape) for name, param in model.layers["0"].named_parameters() if param.dim() == 2}
     assert set(tuned_shapes("Llama-8B", "int8_sr")) == shapes
     assert set(tuned_shapes("Llama-8B", "fp8")) == shapes

@@ -47,6 +47,7 @@ def job(args: argparse.Namespace, name: str, keys: dict[str, Any]) -> list[str]:
     settings: dict[str, Any] = {
         "job.config_file": args.config,
         "job.dump_folder": args.out / name.replace(",", "").replace(" ", "_"),
+        "model.vocab_size": 50304,
         "training.steps": 10**6,
         "training.dtype": "bfloat16",
         "training.local_batch_size": args.batch,

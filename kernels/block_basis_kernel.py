@@ -132,19 +132,20 @@ def narrow_step_kernel(
     """Blocks w <= WIDTH. A program reads U once for TILES tiles of rows. GRADIENT: the momentum takes it
     first; else it has. Grid: these, blocks, weights.
     """
+    block, entry = tl.program_id(1), table_ptr + 5 * tl.program_id(2).to(tl.int64)
+    first = tl.program_id(0) * ROWS * TILES
+    here = first.to(tl.int64) * n + block * w
+    # Before the flag is looked at, so that one wait is for both.
+    m_ptr = _address(entry, 0, M_TYPE, ALIGNED) + here
+    u_ptr = _address(entry, 1, tl.bfloat16, ALIGNED) + block.to(tl.int64) * w * w
+    w_ptr = _address(entry, 2, W_TYPE, ALIGNED) + here
+    copy_ptr = _address(entry, 3, COPY_TYPE, ALIGNED) + here
+    g_ptr = _address(entry, 4, G_TYPE, ALIGNED) + here
     if tl.load(h_ptr) != 0:
-        block, entry = tl.program_id(1), table_ptr + 5 * tl.program_id(2).to(tl.int64)
-        first = tl.program_id(0) * ROWS * TILES
         h = (
             1.0, tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3), tl.load(h_ptr + 4),
             tl.load(h_ptr + 5),
         )  # fmt: skip
-        here = first.to(tl.int64) * n + block * w
-        m_ptr = _address(entry, 0, M_TYPE, ALIGNED) + here
-        u_ptr = _address(entry, 1, tl.bfloat16, ALIGNED) + block.to(tl.int64) * w * w
-        w_ptr = _address(entry, 2, W_TYPE, ALIGNED) + here
-        copy_ptr = _address(entry, 3, COPY_TYPE, ALIGNED) + here
-        g_ptr = _address(entry, 4, G_TYPE, ALIGNED) + here
         columns, steps = tl.arange(0, WIDTH), tl.arange(0, WIDTH)
         u_inside = (steps < w)[:, None] & (columns < w)[None, :]
         u = tl.load(u_ptr + steps[:, None] * w + columns[None, :], u_inside, other=0.0)

@@ -59,8 +59,14 @@ def check_kernels() -> None:
                 assert all(map(torch.equal, (*weights, *copies), (*wanted, *copied)))
 
 
-def check_engine() -> None:
-    """A step in one launch leaves the bits of one whose momentum is brought up to date before."""
+SHAPES = (24, 40), (24, 40), (16, 160), (8, 320)
+
+
+def check_engine(device: str = "cpu", shapes: tuple[tuple[int, int], ...] = SHAPES) -> None:
+    """A step in one launch leaves the bits of one whose momentum is brought up to date before.
+
+    shapes: in four blocks each; those of the last are too wide for one launch.
+    """
     import torch
     from torch import nn
 
@@ -73,8 +79,8 @@ def check_engine() -> None:
     def built(dtype: torch.dtype) -> RuleOptimizer:
         generator = torch.Generator().manual_seed(3)
         weights = {
-            f"w{index}": nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-            for index, shape in enumerate(((24, 40), (24, 40), (16, 160), (8, 320)))
+            f"w{index}": nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype))
+            for index, shape in enumerate(shapes)
         }
         rule = Dobb(MatrixOptions(dobb=DobbOptions(blocks=4)))
         options = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
@@ -94,11 +100,11 @@ def check_engine() -> None:
             ):
                 generator = torch.Generator().manual_seed(10 * step + index)
                 if (step, index) != (1, 1):  # a weight without a gradient, in a batch with one that has
-                    mine.grad = torch.randn(mine.shape, generator=generator).to(dtype)
+                    mine.grad = torch.randn(mine.shape, generator=generator).to(device, dtype)
                     theirs.grad = mine.grad.clone()
                 else:
                     mine.grad = theirs.grad = None
-            flag = torch.ones(())
+            flag = torch.ones((), device=device)
             together.step(flag)
             apart.accumulate_step(flag)
             apart.finish_step()
@@ -106,7 +112,7 @@ def check_engine() -> None:
             assert torch.equal(mine.param, theirs.param), mine.name
             assert torch.equal(mine.momentum, theirs.momentum), mine.name
         (family,) = together._families
-        assert [tuple(item.weight.shape) for item in family.elementwise._items] == [(8, 320)]  # too wide
+        assert [tuple(item.weight.shape) for item in family.elementwise._items] == [shapes[-1]]
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

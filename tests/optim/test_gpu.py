@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.distributed_harness import run_distributed
+from tests.kernels.test_block_basis import check_engine
 from tests.optim.test_dobb_sharded import Run, layouts
 from titanforge.config.sections import Optimizer
 from titanforge.optim import build_optimizer
@@ -165,6 +166,10 @@ def test_refused_step_keeps_every_bit(implementation: str) -> None:
             param.grad = torch.full_like(param, torch.nan)
         optimizer.step(torch.zeros((), device="cuda"))
         assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+
+
+def test_a_step_of_dobb_in_one_launch_equals_two() -> None:
+    check_engine("cuda", ((300, 400), (300, 400), (200, 1600), (130, 2400)))
 
 
 def dobb_on_gpus(rank: int, world_size: int) -> None:

@@ -230,7 +230,8 @@ class RuleOptimizer:
         self._calibrate(tables, flag)
         if self.capture is not None:
             self.capture.refresh(tables[0][0, 0], tables[0][0, 3])
-        for family, hyper in zip(self._families, tables):
+        # The largest first: while the device has it, the host makes the others' launches ready.
+        for family, hyper in sorted(zip(self._families, tables), key=lambda pair: -pair[0].numel):
             self._update_family(family, hyper)
         self._fp8.advance(tables[0][0, 0])
         self._table.advance(flag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -127,6 +128,11 @@ class Family:
     elementwise: ElementwisePass = field(default_factory=ElementwisePass)
     batches: dict[int, BatchList] = field(default_factory=dict)
     whole_batches: dict[int, BatchList] = field(default_factory=dict)
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Elements of all its weights, over all shards."""
+        return sum(group.num_parameters for group in self.groups)
 
 
 def by_rule(groups: Sequence[ParamGroupSpec]) -> list[list[ParamGroupSpec]]:

@@ -206,14 +206,22 @@ def main(argv: list[str] | None = None) -> int:
     cells, absent = _cells(args, argv)
     outcomes = run_cells(cells, args.out, timeout=args.cell_timeout, budget=args.budget) + absent
     header = ["method", "peak GiB", "median ms", "min ms", "busy %", "fwd+bwd ms", "update ms", "first loss"]
-    header += ["last", "trained"]
+    header += ["last", "form", "trained"]
     rows = []
     for outcome in outcomes:
         keys = ("forward_backward_ms", "update_ms", "first_loss", "last_loss")
         busy = outcome["busy"] * 100 if "busy" in outcome else None
         measured = [outcome.get(key) for key in ("peak_gib", "median_ms", "min_ms")]
+        form = "/".join(sorted({one["form"] for one in outcome.get("forms", ())})) or None
         rows.append(
-            [outcome["name"], *measured, busy, *(outcome.get(key) for key in keys), _verdict_of(outcome)]
+            [
+                outcome["name"],
+                *measured,
+                busy,
+                *(outcome.get(key) for key in keys),
+                form,
+                _verdict_of(outcome),
+            ]
         )
     table = markdown_table(header, rows)
     verdict = _verdict(outcomes) if args.device == "cuda" and not args.tiny else ""

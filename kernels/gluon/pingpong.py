@@ -32,7 +32,7 @@ from titanforge.kernels.gluon.movers import load_operands, load_slots, place_of,
 from titanforge.kernels.gluon.pairs import nothing_met
 from titanforge.kernels.gluon.row_scales import own_place
 from titanforge.kernels.gluon.slice_update import shared_number, shared_numbers, update_slice
-from titanforge.kernels.gluon.slices import keep_largest, next_scale_of, scale_at
+from titanforge.kernels.gluon.slices import keep_largest, next_scale_of, random_key, scale_at
 from titanforge.kernels.tiles import BLOCKWISE, KIND, RANDOM, count_nonfinite
 
 
@@ -145,6 +145,7 @@ def consume(
     apply = gl.load(h_ptr) != 0
     scale = shared_number(numbers, 3, HYPERS)  # of gradients
     numbers = shared_numbers(numbers, HYPERS)
+    key = random_key(rng_ptr, (W_CODEC | S0_CODEC | S1_CODEC) & RANDOM)
     s0_next = next_scale_of(s0_meta_ptr, S0_CODEC)
     s1_next = next_scale_of(s1_meta_ptr, S1_CODEC)
     # Two states of block codecs: what is the first one's stands for both, see `row_scales`.
@@ -232,7 +233,7 @@ def consume(
                 next_s1_scale = scale_at(s1_meta_ptr, after, S1_CODEC)
             s0_largest, s1_largest = update_slice(
                 g00, t * 4 + piece, write, rescale, s0_scale, s1_scale, s0_next, s1_next, s0_largest,
-                s1_largest, offsets, ring, s0_meta_ptr, s1_meta_ptr, numbers, rng_ptr, tensor_id,
+                s1_largest, offsets, ring, s0_meta_ptr, s1_meta_ptr, numbers, key, tensor_id,
                 first_row + piece // 2 * 64, j * BLOCK_K + piece % 2 * 64, group >> 24, update_turns, op,
                 piece, WID, EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, RING, BY_SLICE,
                 JOINT,

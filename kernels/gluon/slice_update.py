@@ -40,7 +40,7 @@ def shared_numbers(numbers, HYPERS: gl.constexpr):
 @jit
 def update_slice(
     g, number, write, rescale, s0_scale, s1_scale, s0_next, s1_next, s0_largest, s1_largest, offsets,
-    ring, s0_meta_ptr, s1_meta_ptr, numbers, rng_ptr, tensor_id, first_row, first_column,
+    ring, s0_meta_ptr, s1_meta_ptr, numbers, key, tensor_id, first_row, first_column,
     unknown_zero, turns, op, piece, WID: gl.constexpr, EPILOGUE: gl.constexpr,
     SLOTS: gl.constexpr, WEIGHT: gl.constexpr, MASTER: gl.constexpr,
     W_CODEC: gl.constexpr, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr,
@@ -52,14 +52,14 @@ def update_slice(
     write: the slice is applied. rescale: it is not, but the scale of whole-tensor codecs moves on.
     offsets: of the scales of the slice's rows, the same in both states. JOINT: both states' scales are found
     at once, and what is the first one's stands for both (see `row_scales`).
-    first_row, first_column: of the slice in the whole weight, for random bits; unknown_zero: as
-    `philox.lanes`.
+    first_row, first_column: of the slice in the whole weight, for random bits; key: of `random_key`;
+    unknown_zero: as `philox.lanes`.
     """
     w_buf, master_buf, s0_buf, s1_buf, filled, updated, _free = ring
     layout: gl.constexpr = g.type.layout
     slot = number % RING
     if (W_CODEC | S0_CODEC | S1_CODEC) & RANDOM:
-        words = accumulator_words(rng_ptr, tensor_id, first_row, first_column, layout)
+        words = accumulator_words(key, tensor_id, first_row, first_column, layout)
     if BY_SLICE:
         mbarrier.wait(turns.index((1 - WID) * 4 + piece), op)
     mbarrier.wait(filled.index(slot), (number // RING) & 1)

@@ -10,7 +10,7 @@ first or second state; parts that a launch does not have are None.
 from __future__ import annotations
 
 from titanforge.kernels.gluon._gluon import gl, jit
-from titanforge.kernels.philox import lanes, random_words
+from titanforge.kernels.philox import lanes, philox, random_words
 from titanforge.kernels.tiles import (
     BLOCKWISE,
     KIND,
@@ -55,15 +55,31 @@ def decode(codes, scale, CODEC: gl.constexpr):
 
 
 @jit
-def accumulator_words(rng_ptr, tensor_id, first_row, first_column, LAYOUT: gl.constexpr):
+def random_key(rng_ptr, RANDOM_CODEC: gl.constexpr):
+    """(step, low half of the seed, high half), uint32, loaded once: not by every slice."""
+    if RANDOM_CODEC:
+        seed = gl.load(rng_ptr)
+        step = gl.load(rng_ptr + 1).to(gl.uint32)
+        return step, (seed & 0xFFFFFFFF).to(gl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(gl.uint32)
+    else:
+        return 0, 0, 0
+
+
+@jit
+def accumulator_words(key, tensor_id, first_row, first_column, LAYOUT: gl.constexpr):
     """`philox.random_words` of a slice [64, 64] in the layout of a wgmma accumulator, where the eight
-    elements of each call are one thread's.
+    elements of each call are one thread's. key: of `random_key`.
     """
     rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None] + first_row
     columns = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :] + first_column
     row = _of_calls(rows + columns * 0)
     call = _of_calls(columns // 32 * 4 + columns % 8 // 2 + rows * 0)
-    return random_words(rng_ptr, tensor_id, row, call)
+    step, low, high = key
+    x0, x1, x2, x3 = philox(
+        call.to(gl.uint32), row.to(gl.uint32), step, gl.cast(tensor_id, gl.uint32), low, high
+    )
+    words = gl.join(gl.join(x0, x2), gl.join(x1, x3))
+    return words.reshape((64, 2, 4, 4)).permute((0, 1, 3, 2)).reshape((64, 32))
 
 
 @jit

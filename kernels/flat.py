@@ -33,6 +33,7 @@ from titanforge.kernels._triton import (
 from titanforge.kernels.codecs import BLOCK, CODECS, Encoded, matrix_view
 from titanforge.kernels.epilogues import Epilogue, get_epilogue
 from titanforge.kernels.pointers import is_capturing, upload
+from titanforge.kernels.squares import SquareSums, state_tile_squares
 from titanforge.kernels.step import Target, check_hyper, make_target, reference_update
 from titanforge.kernels.tiles import count_nonfinite, update_tile
 
@@ -46,11 +47,11 @@ _CACHED_CHUNK_LISTS = 16  # 32 MB each for 8 billion weights
 
 @jit
 def flat_kernel(
-    table_ptr, chunk_ptr, h_ptr, rng_ptr, nonfinite_ptr, hyper_length,
+    table_ptr, chunk_ptr, h_ptr, rng_ptr, nonfinite_ptr, squares_ptr, hyper_length,
     EPILOGUE: tl.constexpr, SLOTS: tl.constexpr, WEIGHT: tl.constexpr, MASTER: tl.constexpr,
     W_CODEC: tl.constexpr, S0_CODEC: tl.constexpr, S1_CODEC: tl.constexpr, STOCHASTIC: tl.constexpr,
     G_TYPE: tl.constexpr, W_TYPE: tl.constexpr, S0_TYPE: tl.constexpr, S1_TYPE: tl.constexpr,
-    COUNT: tl.constexpr, OBSERVE: tl.constexpr,
+    COUNT: tl.constexpr, OBSERVE: tl.constexpr, SQUARES: tl.constexpr,
     BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tensor.
@@ -58,7 +59,7 @@ def flat_kernel(
     table: int64 [tensors, 13]: addresses of gradient, weight, its scales, master, first state, its scales,
     second state, its scales; columns, blocks per row, blocks in all, tensor id, row of `h`. chunk: int32
     [programs, 2]: tensor, first block / BLOCKS. ALIGNED: addresses and columns are multiples of 16. MASKED:
-    not every chunk is full.
+    not every chunk is full. SQUARES: the sum of squares of the new state goes into fp32 `squares` [programs].
     """
     program = tl.program_id(0)
     entry = table_ptr + tl.load(chunk_ptr + 2 * program).to(tl.int64) * FIELDS
@@ -98,11 +99,17 @@ def flat_kernel(
     bad = count_nonfinite(g)
     if COUNT and not OBSERVE:
         tl.atomic_add(nonfinite_ptr, bad, mask=(bad > 0) & (tl.load(h_ptr) != 0))
-    update_tile(
-        g, 1 - bad, 0, off, inside, 0, scale_off, block < blocks, row, column // 8 + tl.arange(0, 8)[None, :],
-        w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr, tensor_id,
-        EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, STOCHASTIC, MASKED, OBSERVE,
-    )  # fmt: skip
+    if SQUARES:
+        total = state_tile_squares(g, 1 - bad, off, inside, s0_ptr, h_ptr, EPILOGUE, S0_CODEC, MASKED)
+        tl.store(squares_ptr + program, total)
+    else:
+        update_tile(
+            g, 1 - bad, 0, off, inside, 0, scale_off, block < blocks, row,
+            column // 8 + tl.arange(0, 8)[None, :],
+            w_ptr, w_meta_ptr, master_ptr, s0_ptr, s0_meta_ptr, s1_ptr, s1_meta_ptr, h_ptr, rng_ptr,
+            tensor_id,
+            EPILOGUE, SLOTS, WEIGHT, MASTER, W_CODEC, S0_CODEC, S1_CODEC, STOCHASTIC, MASKED, OBSERVE,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -369,20 +376,24 @@ def launch_flat(
     rng: Tensor | None,
     nonfinite: Tensor | None,
     observe: bool = False,
+    squares: SquareSums | None = None,
 ) -> None:
-    """One launch. target: any of the tensors, which are stored alike."""
+    """One launch, with a small one for `squares`. target: any of the tensors, which are stored alike."""
     codecs = [CODECS[name] for name in target.codec_names]
     types = [_element_type(codec.dtype) for codec in codecs]
     flat_kernel[(tables.chunks.shape[0],)](
-        tables.table, tables.chunks, hyper, rng, nonfinite, hyper.shape[1],
+        tables.table, tables.chunks, hyper, rng, nonfinite,
+        squares.partial if squares is not None else None, hyper.shape[1],
         EPILOGUE=rule.jit, SLOTS=len(rule.slots), WEIGHT=target.weight is not None,
         MASTER=target.master is not None,
         W_CODEC=codecs[0].code, S0_CODEC=codecs[1].code, S1_CODEC=codecs[2].code,
         STOCHASTIC=target.stochastic,
         G_TYPE=_element_type(gradient_type), W_TYPE=types[0], S0_TYPE=types[1], S1_TYPE=types[2],
-        COUNT=nonfinite is not None, OBSERVE=observe,
+        COUNT=nonfinite is not None, OBSERVE=observe, SQUARES=squares is not None,
         BLOCKS=BLOCKS, ALIGNED=aligned, MASKED=not (aligned and tables.full), num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
+    if squares is not None:
+        squares.add_up()
 
 
 def _element_type(dtype: torch.dtype) -> Any:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanforge.kernels._triton import cdiv
 from titanforge.kernels.codecs import BLOCK, Encoded, matrix_view
 from titanforge.kernels.epilogues import Epilogue
-from titanforge.kernels.flat import Tables, is_capturing, launch_flat, table_row, tables_of
+from titanforge.kernels.flat import BLOCKS, Tables, is_capturing, launch_flat, table_row, tables_of
+from titanforge.kernels.squares import SquareSums, check_squares
 from titanforge.kernels.step import Target, check_hyper, make_target
 
 _KEPT = 16
@@ -28,12 +30,16 @@ class _Launch:
     target: Target
     gradient_type: torch.dtype
     aligned: bool
+    squares: SquareSums | None = None
 
 
 class FlatPlan:
     """Updates of a fixed list of tensors, as `flat_update` on a GPU or interpreted; the bits are the same.
 
     Arguments as there. Tensors may not move, and none may be empty. Raises ValueError as `flat_update`.
+
+    squares: fp32 scalars, one a tensor, that each call fills with the sum of squares of the state that it
+        leaves, added up in a fixed order; for rules of one state in floats that leave the weight alone.
     """
 
     def __init__(
@@ -44,12 +50,16 @@ class FlatPlan:
         masters: Sequence[Tensor | None],
         hyper_rows: Sequence[int],
         tensor_ids: Sequence[int],
+        squares: Sequence[Tensor] | None = None,
     ) -> None:
         self._rule = epilogue
         self._targets = [
             make_target(epilogue, weight, own, master=master, tensor_id=tensor_id)
             for weight, own, master, tensor_id in zip(weights, states, masters, tensor_ids, strict=True)
         ]
+        if squares is not None:
+            check_squares(epilogue, self._targets, squares)
+        self._squares = squares
         self._device = self._targets[0].device
         self._rows = max(hyper_rows) + 1
         self._shapes = [target.shape for target in self._targets]
@@ -83,7 +93,7 @@ class FlatPlan:
         for launch in self._launches(grads):
             launch_flat(
                 self._rule, launch.tables, launch.target, launch.gradient_type, launch.aligned, hyper, rng,
-                nonfinite,
+                nonfinite, squares=launch.squares,
             )  # fmt: skip
 
     def _refuse(self, grads: Sequence[Tensor]) -> None:
@@ -120,5 +130,10 @@ class FlatPlan:
         launches = []
         for (_, dtype, aligned), members in groups.items():
             own = lines if len(members) == len(lines) else lines[members]
-            launches.append(_Launch(tables_of(own, self._device), self._targets[members[0]], dtype, aligned))
+            squares = None
+            if self._squares is not None:
+                programs = [cdiv(blocks, BLOCKS) for blocks in own[:, 10].tolist()]
+                squares = SquareSums(programs, [self._squares[index] for index in members])
+            tables, target = tables_of(own, self._device), self._targets[members[0]]
+            launches.append(_Launch(tables, target, dtype, aligned, squares))
         return launches

@@ -51,6 +51,7 @@ from titanforge.kernels.epilogues import EPILOGUES, Epilogue
 from titanforge.kernels.flat import BLOCKS, flat_kernel
 from titanforge.kernels.row_norm_update import row_norm_update_kernel
 from titanforge.kernels.second_moments import take_sums_kernel
+from titanforge.kernels.squares import sum_squares_kernel
 from titanforge.kernels.symmetric_config import candidates
 from titanforge.kernels.symmetric_kernel import symmetric_product_kernel
 from titanforge.kernels.wgrad_kernel import wgrad_kernel
@@ -141,7 +142,7 @@ def wgrad_source(
 
 
 def flat_source(
-    epilogue: Epilogue, recipe: str, *, aligned: bool
+    epilogue: Epilogue, recipe: str, *, aligned: bool, squares: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
     """The same of the flat kernel."""
     import triton.language as tl
@@ -156,10 +157,11 @@ def flat_source(
     }
     types = {
         "table_ptr": "*i64", "chunk_ptr": "*i32", "h_ptr": "*fp32", "rng_ptr": "*i64",
-        "nonfinite_ptr": "*i32", "hyper_length": "i32",
+        "nonfinite_ptr": "*i32", "squares_ptr": "*fp32" if squares else None, "hyper_length": "i32",
     }  # fmt: skip
     constants = {
         **_epilogue_constants(epilogue, recipe), "G_TYPE": tl.float32, "COUNT": True,
+        "SQUARES": squares,
         **{f"{key}_TYPE": element[_pointer(name)] for key, name in zip(("W", "S0", "S1"), names)},
         "BLOCKS": BLOCKS, "ALIGNED": aligned, "MASKED": not aligned,
     }  # fmt: skip
@@ -361,6 +363,12 @@ def jobs(quick: bool) -> list[tuple[str, Any, tuple[dict[str, Any], dict[str, An
         if not quick:
             ragged = flat_source(adamw, recipe, aligned=False)
             listed.append((f"flat_ragged/adamw/{recipe}", flat_kernel, ragged))
+    for recipe in ("fp32", "bf16"):
+        for aligned in (True, False):
+            source = flat_source(EPILOGUES["momentum_state"], recipe, aligned=aligned, squares=True)
+            listed.append((f"flat_squares{'' if aligned else '_ragged'}/{recipe}", flat_kernel, source))
+    types = {"span_ptr": "*i64", "partial_ptr": "*fp32"}
+    listed.append(("sum_squares", sum_squares_kernel, (types, {"CHUNK": 1024}, {"num_warps": 4})))
     listed += matrix_jobs()
     listed += gluon_jobs([adamw] if quick else list(EPILOGUES.values()), GLUON_RECIPES)
     stored = wgrad_source(adamw, "bf16", _FEW_TOKENS, masked=False, grouped=False, store=True)

@@ -99,6 +99,38 @@ def test_a_captured_step_replays(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), captured.parameters()))
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["muon", "dion", "rmnp"])
+def test_the_momentum_update_leaves_its_squares_in_a_graph_too(name: str, state_dtype: str) -> None:
+    """What `rmmc` decides by: as of a pass over the momenta, the same bits eager and replayed."""
+    models = eager, captured = Model().cuda(), Model().cuda()
+    optimizers = first, second = [build(model, name=name, state_dtype=state_dtype) for model in models]
+    ours, theirs = (optimizer.watch_momenta() for optimizer in optimizers)
+    assert sorted(ours) == sorted(theirs) == [f"layers.{index}.weight" for index in range(3)]
+    flag, graph = torch.ones((), device="cuda"), torch.cuda.CUDAGraph()
+    for step in range(6):
+        flag.fill_(float(step != 4))
+        for model in models:
+            set_gradients(model, step)
+        first.accumulate_step(flag, None, whole=False)
+        if step < 2:
+            second.accumulate_step(flag, None, whole=False)
+        else:
+            second.prepare_step()
+            if step == 2:
+                with torch.cuda.graph(graph):
+                    second.apply_accumulation(flag, None, whole=False)
+            graph.replay()
+        for item in first.replicated_tensors():
+            if item.slot == "m" and item.splits:
+                expected = torch._foreach_norm([item.tensor], 2.0, dtype=torch.float32)[0].square()
+                torch.testing.assert_close(ours[item.name], expected, rtol=1e-5, atol=0)
+                assert torch.equal(ours[item.name], theirs[item.name]), (item.name, step)
+        for optimizer in optimizers:
+            optimizer.finish_step()
+    assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), captured.parameters()))
+
+
 @pytest.mark.parametrize("matrices", [1, 3, 20])
 @pytest.mark.parametrize("rank", [8, 100, 600])
 def test_orthonormal_columns_in_a_graph(rank: int, matrices: int) -> None:

@@ -42,6 +42,7 @@ class ElementwisePass:
         same = len(items) == len(self._items) and all(map(operator.is_, items, self._items))
         if self._plan is None or not same:
             weights, states, masters, rows, ids = kernel_arguments(rule, items)
-            self._plan = FlatPlan(rule.epilogue, weights, states, masters, rows, ids)
+            squares = [item.squares for item in items if item.squares is not None]
+            self._plan = FlatPlan(rule.epilogue, weights, states, masters, rows, ids, squares or None)
             self._items = list(items)
         self._plan([dense_gradient(item) for item in items], hyper, rng, nonfinite)

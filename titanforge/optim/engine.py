@@ -370,6 +370,12 @@ class RuleOptimizer:
         """
         return split.replicated_tensors(self._families)
 
+    def watch_momenta(self) -> dict[str, Tensor]:
+        """Have `accumulate_step` leave sums of squares of momenta: see `split.watch_momenta`. Call it before
+        it is captured.
+        """
+        return split.watch_momenta(self._families)
+
     @torch.no_grad()
     def write_weights(self) -> None:
         """Round the fp32 masters into the weights, after the masters were changed from outside."""

@@ -33,7 +33,7 @@ from titanforge.optim.states import (
 class Entry:
     """One parameter with its states; `master` is the fp32 weight behind a bfloat16 one.
 
-    auxiliary, parts, matrix, factored: as in `LocalWeight`. beside: what a checkpoint holds of it besides.
+    auxiliary, parts, matrix, factored, squares: as in `LocalWeight`. beside: what else a checkpoint holds.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Entry:
     matrix: tuple[int, int] | None = None
     factored: bool = False
     beside: dict[str, Tensor] = field(default_factory=dict)
+    squares: Tensor | None = None
     _held: LocalWeight | None = None
     _held_address: int = 0
 
@@ -75,6 +76,7 @@ class Entry:
             parts=self.parts,
             matrix=self.matrix,
             factored=self.factored,
+            squares=self.squares,
         )
 
     def current(self) -> LocalWeight:
@@ -96,6 +98,10 @@ class Entry:
             self._held_address = address
         held.gradient = gradient
         return held
+
+    def watch(self, squares: Tensor) -> None:
+        """Have A's kernel fill `squares`, from the next step on."""
+        self.squares, self._held = squares, None
 
     def take_master(self) -> None:
         """Let the fp32 master, if there is one, be of the weight as it is now."""

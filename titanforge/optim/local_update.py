@@ -40,7 +40,7 @@ class LocalWeight:
     row. auxiliary: states that only U knows. parts: matrices of equal height that the weight is made of, one
     below the other (a fused QKV, heads); U takes each by itself. matrix: m, n of a whole matrix where this
     rank has a part of it. factored: whether replicas may average the momentum by its factors
-    (`replica_factors`).
+    (`replica_factors`). squares: fp32 scalar that A's kernel fills with the momentum's sum of squares.
     """
 
     weight: Tensor
@@ -54,6 +54,7 @@ class LocalWeight:
     parts: int = 1
     matrix: tuple[int, int] | None = None
     factored: bool = False
+    squares: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:

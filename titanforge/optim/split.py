@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from titanforge.kernels._triton import runs_triton
 from titanforge.optim.entries import Family
 from titanforge.optim.local_update import (
     LocalWeight,
@@ -17,7 +18,7 @@ from titanforge.optim.local_update import (
     write_copies,
 )
 from titanforge.optim.placement import local_tensor
-from titanforge.optim.rule import LocalStateRule, UpdateRule
+from titanforge.optim.rule import LocalStateRule, StateGlobalRule, UpdateRule
 
 
 class LocalStep(Protocol):
@@ -100,6 +101,27 @@ def replicated_tensors(families: Sequence[Family]) -> list[ReplicatedTensor]:
                 ReplicatedTensor(entry.name, slot, waits, False, local_tensor(tensor))
                 for slot, tensor in entry.auxiliary.items()
             ]
+    return found
+
+
+def watch_momenta(families: Sequence[Family]) -> dict[str, Tensor]:
+    """Have A leave the sums of squares of the momenta that a kernel of it writes, from now on.
+
+    Returns fp32 scalars on the device by the weight's name, filled by each A: of this rank's part, of the
+    momentum as it is stored. Where no kernel does A (on a CPU, of an elementwise rule) a weight has none.
+    """
+    found = {}
+    for family in families:
+        items = [entry.item() for entry in family.entries]
+        if not (splits(family.rule) and isinstance(family.rule, StateGlobalRule)):
+            continue
+        if not all(runs_triton(item.weight) and item.is_plain for item in items):
+            continue
+        new = torch.zeros(len(items), device=items[0].weight.device).unbind(0)
+        for entry, item, squares in zip(family.entries, items, new):
+            if item.squares is None:
+                entry.watch(squares)
+            found[entry.name] = item.squares if item.squares is not None else squares
     return found
 
 

@@ -10,7 +10,7 @@ and weights that have come apart were averaged, otherwise on the replica's own (
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,8 +99,8 @@ class LocalSteps(SyncPolicy):
         """Whether `wants_sync` looks at states of rules that do not wait for it."""
         return False
 
-    def after_average(self) -> None:
-        """States were averaged."""
+    def after_average(self, kept: Collection[str] = ()) -> None:
+        """States were averaged, but for the momenta of the weights `kept`: these are as A has left them."""
 
     # ---------------------------------------------------------------- the contract
 
@@ -254,7 +254,7 @@ class LocalSteps(SyncPolicy):
                 self._mean(self._buffers, "buffers")
             self._optimizer.write_weights()
             self._apart = {True: False, False: False}
-        self.after_average()
+        self.after_average(() if dense else {item.name for item in self._tensors if item.factored})
         self._syncs += 1
         self._events.append(
             {"sync": reason, "sync/local_steps": self.local_steps, "sync/drift": self._drift, **self.event()}

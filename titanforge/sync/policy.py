@@ -111,6 +111,11 @@ class SplitOptimizer(StepOptimizer, Protocol):
         """Weights (or their fp32 masters) and states in one order on every rank."""
         ...
 
+    def watch_momenta(self) -> Mapping[str, Tensor]:
+        """fp32 scalars by the weight's name, which `accumulate_step` fills from now on: the sum of squares of
+        the momentum that it leaves on this rank. None of a momentum that would be read again for it."""
+        ...
+
     @property
     def step_count(self) -> Tensor:
         """Steps applied so far: an int64 scalar on the device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ class Rmmc(LocalSteps):
     is all that a step without a sync sends between replicas: the greatest value, and 2 if a rank leaves the
     step out (its loss or gradient is not finite), else 1 if one needs attention (a signal, no data).
 
+    Where a kernel does A it leaves the squares of each momentum, and the decision reads no momentum again.
+    Otherwise, and after momenta were averaged, norms are one pass over them.
+
     A layer is a weight of a rule that waits for the decision; if no rule of the run does, a weight that has
     a first moment.
     """
@@ -40,35 +43,47 @@ class Rmmc(LocalSteps):
         self.threshold = threshold
         self.last = self._largest_since_read = 0.0
         self._previous = self._change = torch.zeros(0)
+        self._squares: Mapping[str, Tensor] = {}
 
     def attach(self, *args: Any, **options: Any) -> None:
+        self._squares = {}
         super().attach(*args, **options)
         if self._group is not None and not self._layers():
             raise ValueError(
                 'sync.policy = "rmmc" watches the momentum, and no weight has one: take an optimizer.name '
                 'with momentum, or sync.policy = "scheduled"'
             )
+        if self._group is not None:
+            self._squares = self._optimizer.watch_momenta()
 
     def _layers(self) -> list[Replicated]:
         momenta = [item for item in self._tensors if item.slot == "m"]
         return [item for item in momenta if item.splits] or momenta
 
     @torch.no_grad()
-    def norms(self) -> Tensor:
-        """fp32 [layers], on the device; the same bits on all ranks of a replica."""
+    def norms(self, unchanged: Collection[str] = ()) -> Tensor:
+        """fp32 [layers], on the device; the same bits on all ranks of a replica.
+
+        unchanged: names of weights whose momenta are as the last A left them: A's own squares are taken where
+            it has left any.
+        """
         layers = self._layers()
         if not layers:
             return torch.zeros(0)
-        norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
-            [item.tensor for item in layers], 2.0, dtype=torch.float32
-        )
-        squares = torch.stack(list(norms)).square()
-        self._ledger.all_reduce(squares, self._shard_group, axis="replica", purpose="rmmc norms")
-        return squares.sqrt()
+        squares = {name: self._squares[name] for name in unchanged if name in self._squares}
+        if unknown := [item for item in layers if item.name not in squares]:
+            norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
+                [item.tensor for item in unknown], 2.0, dtype=torch.float32
+            )
+            found = torch.stack(list(norms)).square().unbind(0)
+            squares |= {item.name: square for item, square in zip(unknown, found)}
+        total = torch.stack([squares[item.name] for item in layers])
+        self._ledger.all_reduce(total, self._shard_group, axis="replica", purpose="rmmc norms")
+        return total.sqrt()
 
     @torch.no_grad()
     def wants_sync(self, apply_flag: Tensor | None = None, attention: bool = False) -> bool:
-        norms, previous = self.norms(), self._previous
+        norms, previous = self.norms(self._squares), self._previous
         self._change = relative_change(norms, previous)
         self._previous = norms
         # No more than 8 bytes: gloo's ring goes round once more for each rank's share of a larger tensor.
@@ -89,8 +104,8 @@ class Rmmc(LocalSteps):
     def watches_whole_steps(self) -> bool:
         return not any(item.splits for item in self._layers())
 
-    def after_average(self) -> None:
-        self._previous = self.norms()
+    def after_average(self, kept: Collection[str] = ()) -> None:
+        self._previous = self.norms(kept)
 
     def event(self) -> dict[str, Any]:
         return {"sync/rmmc_max": self.last}

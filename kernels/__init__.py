@@ -5,6 +5,7 @@
     wgrad       weight gradient and update in one kernel, also for experts
     embedding   the same for embedding rows
     flat        the same epilogues over many tensors whose gradients lie in memory
+    squares     sums of squares of the states that such a launch writes
     forms       of the weight-gradient kernel, which run where; `check_forms` checks the Hopper ones on a card
     config      which form and tile shape a launch takes; `autotune` finds a better one
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import itertools
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,17 +103,13 @@ class Marks:
         return [a.elapsed_time(b) for a, b in itertools.pairwise(self.marks)]
 
 
-class TorchMuon:
-    """torch.optim.Muon for the matrices of the blocks, its fused AdamW for the rest."""
+class Peer:
+    """Another library's optimizer for the matrices of the blocks, and AdamW as it has it for the rest."""
 
-    def __init__(self, model: nn.Module, matrices: set[str]) -> None:
-        named = dict(model.named_parameters())
-        muon: Any = torch.optim.Muon  # pyright: ignore[reportAttributeAccessIssue]
-        self.parts: list[torch.optim.Optimizer] = [
-            muon([p for n, p in named.items() if n in matrices], lr=1e-4, weight_decay=0.1),
-            torch.optim.AdamW([p for n, p in named.items() if n not in matrices], lr=1e-4, fused=True),
-        ]
-        self.capture = None
+    capture = None
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self.parts = parts
 
     def begin_step(self, num_micro_batches: int) -> None:
         """Nothing."""
@@ -121,14 +119,40 @@ class TorchMuon:
             part.step()
 
 
+def torch_muon(matrices: list[Tensor], others: list[Tensor]) -> Peer:
+    """torch.optim.Muon, and torch's fused AdamW."""
+    muon: Any = torch.optim.Muon  # pyright: ignore[reportAttributeAccessIssue]
+    adamw = torch.optim.AdamW(others, lr=1e-4, fused=True)
+    return Peer([muon(matrices, lr=1e-4, weight_decay=0.1), adamw])
+
+
+def microsoft(matrices: list[Tensor], others: list[Tensor], name: str, **more: Any) -> Peer:
+    """An optimizer of microsoft/dion (its `dion` package), which has both kinds of weights as groups."""
+    groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
+    if name == "Muon":
+        more["use_triton"] = matrices[0].is_cuda
+    made = getattr(importlib.import_module("dion"), name)(groups, lr=1e-4, mu=0.95, weight_decay=0.1, **more)
+    return Peer([made])
+
+
+PEERS: dict[str, Callable[[list[Tensor], list[Tensor]], Peer]] = {
+    "torch.optim.Muon": torch_muon,
+    "microsoft/dion Muon": partial(microsoft, name="Muon"),
+    "microsoft/dion Dion": partial(microsoft, name="Dion", rank_fraction=1 / 16),
+}
+METHODS = ("AdamW fused", "AdamW", "Dobb", "Muon", "RMNP", "Dion", *PEERS)
+SECONDS = {"Dion": 55, "Muon": 40} | dict.fromkeys(PEERS, 40)
+"""What a method wants left before it begins; others 12."""
+
+
 def optimizer_calls(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
     """`step()` alone, gradients in memory, averaged over a period of nine steps of which one refreshes."""
-    methods = args.methods or ["AdamW fused", "AdamW", "Dobb", "Muon", "torch.optim.Muon", "RMNP", "Dion"]
+    methods = args.methods or METHODS
     rows: list[dict[str, Any]] = []
     model = gpt2(args)
     tokens = batch(args, 1024)
     for name in methods:
-        if args.device == "cuda" and left() < {"Dion": 55, "Muon": 40, "torch.optim.Muon": 40}.get(name, 12):
+        if args.device == "cuda" and left() < SECONDS.get(name, 12):
             rows.append({"method": name, "note": "not run: out of time"})
             continue
         try:
@@ -146,18 +170,18 @@ def optimizer_calls(args: argparse.Namespace, left: Left) -> list[dict[str, Any]
 
 
 def _call_times(args: argparse.Namespace, model: nn.Module, tokens: Tensor, name: str) -> dict[str, Any]:
-    if name == "torch.optim.Muon":
-        matrices = {
-            weight for weight, p in model.named_parameters() if p.dim() == 2 and weight.startswith("layers.")
-        }
-        optimizer: Any = TorchMuon(model, matrices)
+    if name in PEERS:
+        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for weight, parameter in model.named_parameters():
+            parts[parameter.dim() != 2 or not weight.startswith("layers.")].append(parameter)
+        optimizer: Any = PEERS[name](*parts)
     else:
         optimizer = build_optimizer(model, options(args, name, overlap_refresh=False), args.dtype)
     generator = torch.Generator(args.device).manual_seed(2)
     for parameter in model.parameters():
         drawn = torch.randn(parameter.shape, device=args.device, generator=generator)
         parameter.grad = (drawn * 1e-3).to(parameter.dtype)
-    if name not in ("AdamW fused", "torch.optim.Muon"):
+    if name != "AdamW fused" and name not in PEERS:
         warm_bases(optimizer)
     steps, calls, host = PERIOD, [], []
     if args.device == "cuda":

@@ -27,7 +27,8 @@ from titanforge.kernels._triton import (
     runs_triton,
     tl,
 )
-from titanforge.kernels.block_basis_kernel import narrow_step_kernel, wide_step_kernel
+from titanforge.kernels.block_basis_kernel import narrow_step_kernel, product, wide_step_kernel
+from titanforge.kernels.planes import dot
 from titanforge.kernels.pointers import address_table, element_type, is_capturing
 
 WHOLE_BLOCK = 128 if not INTERPRET else 32
@@ -46,22 +47,12 @@ def _tile_of(w: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @jit
-def _dot(a, b, total, TO_FP32: tl.constexpr):
-    if TO_FP32:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    return tl.dot(a, b, total)
-
-
-@jit
 def sign_coefficients_kernel(
     table_ptr, sign_ptr, m, n, w: tl.constexpr,
     M_TYPE: tl.constexpr, M_SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
-    """sign [weights, m, n] = sign(M[:, S_b] U_b). Grid: tiles of a block, blocks, weights.
-
-    M_SPLIT: an fp32 M as two bf16 planes, so that the sign is that of the fp32 product but within 2^-16.
-    """
+    """sign [weights, m, n] = sign(M[:, S_b] U_b). Grid: tiles of a block, blocks, weights."""
     block, weight = tl.program_id(1), tl.program_id(2).to(tl.int64)
     m_ptr = tl.load(table_ptr + 5 * weight).to(tl.pointer_type(M_TYPE))
     u_ptr = tl.load(table_ptr + 5 * weight + 1).to(tl.pointer_type(tl.bfloat16))
@@ -78,11 +69,7 @@ def sign_coefficients_kernel(
         value = tl.load(m_ptr + rows.to(tl.int64)[:, None] * n + steps[None, :], inside, other=0.0)
         u_inside = (steps < w)[:, None] & (columns < w)[None, :]
         u = tl.load(u_ptr + steps[:, None] * w + columns[None, :], u_inside, other=0.0)
-        high = value.to(tl.bfloat16)
-        if M_SPLIT:
-            low = (value - high.to(tl.float32)).to(tl.bfloat16)
-            total = _dot(low, u, total, TO_FP32)
-        total = _dot(high, u, total, TO_FP32)
+        total = product(value, u, total, M_SPLIT, TO_FP32)
     sign = tl.where(total > 0, 1.0, tl.where(total < 0, -1.0, 0.0))
     places = sign_ptr + (weight * m + rows)[:, None] * n + (block * w + columns)[None, :]
     tl.store(places, sign.to(tl.bfloat16), mask=(rows < m)[:, None] & (columns < w)[None, :])
@@ -118,7 +105,7 @@ def rebuild_update_kernel(
             sign = tl.load(sign_rows + steps[None, :], sign_inside, other=0.0)
             u_inside = (columns < w)[:, None] & (steps < w)[None, :]
             u = tl.load(u_ptr + columns[:, None] * w + steps[None, :], u_inside, other=0.0)
-            total = _dot(sign, tl.trans(u), total, TO_FP32)
+            total = dot(sign, tl.trans(u), total, TO_FP32)
         old = old.to(tl.float32)
         moved = (old - (lr * decay) * old) - lr * (scale * total)
         tl.store(w_ptr + places, moved.to(W_TYPE), inside)

@@ -18,14 +18,8 @@ from __future__ import annotations
 
 from titanforge.kernels._triton import jit, tl
 from titanforge.kernels.epilogues import minus_product, momentum_state
+from titanforge.kernels.planes import dot, dot2, split
 from titanforge.kernels.tiles import INTERPRETED, LARGEST, to_bf16
-
-
-@jit
-def _dot(a, b, total, TO_FP32: tl.constexpr):
-    if TO_FP32:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    return tl.dot(a, b, total)
 
 
 @jit
@@ -82,8 +76,8 @@ def _larger_or_nan(a, b):
 
 @jit
 def _largest(worst, g, SLICES: tl.constexpr):
-    """Of each element of `worst` [rows / SLICES, columns] and those of |g| at its place in a slice: a thread
-    has them all, so that no other is waited for.
+    """The largest of each element of `worst` [rows / SLICES, columns] and of those of |g| at its place in a
+    slice: a thread has them all, so that no other is waited for.
     """
     rows: tl.constexpr = g.shape[0]
     columns: tl.constexpr = g.shape[1]
@@ -106,13 +100,12 @@ def _count(worst, nonfinite_ptr):
 
 
 @jit
-def _product(m, u, total, M_SPLIT: tl.constexpr, TO_FP32: tl.constexpr):
+def product(m, u, total, M_SPLIT: tl.constexpr, TO_FP32: tl.constexpr):
     """total + M U. M_SPLIT: M as two bf16 planes: the sign is that of the fp32 product but within 2^-16."""
-    high = m.to(tl.bfloat16)
     if M_SPLIT:
-        low = (m - high.to(tl.float32)).to(tl.bfloat16)
-        total = _dot(low, u, total, TO_FP32)
-    return _dot(high, u, total, TO_FP32)
+        high, low = split(m)
+        return dot2(high, low, u, total, TO_FP32)
+    return dot(m.to(tl.bfloat16), u, total, TO_FP32)
 
 
 @jit
@@ -166,9 +159,9 @@ def narrow_step_kernel(
                 value = _with_gradient(value, g, h, M_TYPE)
                 tl.store(m_ptr + places, value, inside)
             total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-            total = _product(value, u, total, M_SPLIT, TO_FP32)
+            total = product(value, u, total, M_SPLIT, TO_FP32)
             sign = _sign(total)
-            total = _dot(sign, tl.trans(u), tl.zeros((ROWS, WIDTH), dtype=tl.float32), TO_FP32)
+            total = dot(sign, tl.trans(u), tl.zeros((ROWS, WIDTH), dtype=tl.float32), TO_FP32)
             moved = _moved(old, total, scale, h)
             tl.store(w_ptr + places, moved.to(W_TYPE), inside)
             if COPY:
@@ -234,7 +227,7 @@ def wide_step_kernel(
                     value = tl.load(m_ptr + local[:, None] * n + steps[None, :], inside, other=0.0)
                     u_inside = (steps < w)[:, None] & (columns < w)[None, :]
                     u = tl.load(u_ptr + steps[:, None] * w + columns[None, :], u_inside, other=0.0)
-                    total = _product(value, u, total, M_SPLIT, TO_FP32)
+                    total = product(value, u, total, M_SPLIT, TO_FP32)
                 tl.store(sign_rows + columns[None, :], _sign(total), (columns < WIDTH)[None, :])
             tl.debug_barrier()
             for start in range(0, w, COLUMNS):
@@ -249,7 +242,7 @@ def wide_step_kernel(
                     sign = tl.load(sign_rows + steps[None, :])
                     u_inside = (columns < w)[:, None] & (steps < w)[None, :]
                     u = tl.load(u_ptr + columns[:, None] * w + steps[None, :], u_inside, other=0.0)
-                    total = _dot(sign, tl.trans(u), total, TO_FP32)
+                    total = dot(sign, tl.trans(u), total, TO_FP32)
                 moved = _moved(old, total, scale, h)
                 tl.store(w_ptr + places, moved.to(W_TYPE), inside)
                 if COPY:

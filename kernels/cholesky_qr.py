@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from titanforge.kernels._triton import INTERPRET, LAUNCH_OPTIONS, cdiv, next_power_of_2, runs_triton
+from titanforge.kernels.cholesky_factor_kernel import advance_kernel, invert_kernel, scale_kernel
 from titanforge.kernels.cholesky_qr_kernel import (
-    advance_kernel,
     correct_kernel,
     gram_kernel,
-    invert_kernel,
     orthonormal_kernel,
     product_kernel,
     restore_kernel,
-    scale_kernel,
     split_kernel,
 )
+from titanforge.kernels.second_moments import largest_sums
 
 PRECISION = "ieee" if INTERPRET else "tf32x3"
 """Of the small products within a diagonal tile; the others take two bf16 planes a factor."""
@@ -74,7 +73,7 @@ def cholesky_qr_refresh(
     statistic: fp32 [N, w, w], symmetric and positive semidefinite. basis: [N, w, w], fp32 or bf16; the result
     has its dtype. relative_shift: omega; the condition number of what is factorised stays below (1 + omega) /
     omega for an orthonormal U. config: tiles, on a GPU; a block's result depends on them and on its own
-    values, not on the blocks beside it. largest: fp32 [N], max_i sum_j |C_ij|, where it is known already.
+    values, not on the blocks beside it. largest: fp32 [N], of `largest_sums`, where it is known already.
     Returns the bases, and bool [N]: a block that failed (not finite, not positive definite, or too near to
     singular to be corrected, which begins at omega of about 0.002) keeps its basis.
     The host does not wait for the device.
@@ -89,11 +88,6 @@ def cholesky_qr_refresh(
     numel = u[0].numel()
     restore_kernel[(len(u), cdiv(numel, 4096))](failed, u, fresh, numel, BLOCK=4096, **LAUNCH_OPTIONS)
     return fresh, failed != 0
-
-
-def largest_sums(statistic: Tensor) -> Tensor:
-    """max_i sum_j |C_ij| of each block, fp32 [N]; not finite where any value is not."""
-    return torch.linalg.vector_norm(statistic, ord=1, dim=-1, dtype=torch.float32).amax(dim=-1)
 
 
 def write_blocks(target: Tensor, values: Tensor, chosen: Tensor) -> None:

@@ -11,15 +11,12 @@ from titanforge.kernels._triton import (
     INTERPRET,
     LAUNCH_OPTIONS,
     cdiv,
-    constant,
     jit,
     next_power_of_2,
     runs_triton,
     tl,
 )
-from titanforge.kernels.tiles import to_bf16
-
-INTERPRETED = constant(INTERPRET)
+from titanforge.kernels.tiles import INTERPRETED, to_bf16
 
 
 @jit(unspecialized=("decay",))
@@ -57,24 +54,21 @@ def take_sums_kernel(
     tl.atomic_max(largest_ptr + batch, tl.max(bits, axis=0))
 
 
+def largest_sums(statistic: Tensor) -> Tensor:
+    """max_i sum_j |C_ij| of each block of [N, w, w], fp32 [N]; not finite where any value is not."""
+    return torch.linalg.vector_norm(statistic, ord=1, dim=-1, dtype=torch.float32).amax(dim=-1)
+
+
 def take_sums(
     sums: Tensor, counts: Tensor, statistic: Tensor, decay: float, factor: Tensor | None = None
 ) -> Tensor:
-    """In place: sums <- factor sums / counts + decay C, and C where counts are 0, as C is stored.
+    """In place: sums <- factor sums / counts + decay C, and C where counts are 0, rounded as C is stored.
 
     sums: fp32 [N, w, w], contiguous. counts, factor: fp32 [N]; factor None for 1. statistic: C, [N, w, w],
-    fp32 or bf16, read only. Returns max_i sum_j of the magnitudes in each block, fp32 [N]: not finite where
-    any value is not.
+    fp32 or bf16, read only. Returns the `largest_sums` of the result.
     """
     if not runs_triton(sums):
-        sums.div_(counts.clamp_min(1.0)[:, None, None])
-        if factor is not None:
-            sums.mul_(factor[:, None, None])
-        seen = counts > 0
-        sums.copy_(torch.where(seen[:, None, None], sums, 0.0))
-        sums.addcmul_(statistic.float(), torch.where(seen, decay, 1.0)[:, None, None])
-        sums.copy_(sums.to(statistic.dtype))
-        return torch.linalg.vector_norm(sums, ord=1, dim=-1).amax(dim=-1)
+        return reference_take_sums(sums, counts, statistic, decay, factor)
     count, w = len(sums), sums.shape[-1]
     largest = torch.zeros(count, dtype=torch.int32, device=sums.device)
     rows, width = (16, 16) if INTERPRET else (16, min(512, max(16, next_power_of_2(w))))
@@ -83,3 +77,17 @@ def take_sums(
         FACTOR=factor is not None, ROWS=rows, WIDTH=width, num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return largest.view(torch.float32)
+
+
+def reference_take_sums(
+    sums: Tensor, counts: Tensor, statistic: Tensor, decay: float, factor: Tensor | None = None
+) -> Tensor:
+    """The same in plain torch."""
+    sums.div_(counts.clamp_min(1.0)[:, None, None])
+    if factor is not None:
+        sums.mul_(factor[:, None, None])
+    seen = counts > 0
+    sums.copy_(torch.where(seen[:, None, None], sums, 0.0))
+    sums.addcmul_(statistic.float(), torch.where(seen, decay, 1.0)[:, None, None])
+    sums.copy_(sums.to(statistic.dtype))
+    return largest_sums(sums)

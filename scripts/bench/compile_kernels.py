@@ -32,16 +32,14 @@ from titanforge.kernels._triton import LAUNCH_OPTIONS
 from titanforge.kernels.apply_update import apply_update_kernel
 from titanforge.kernels.block_basis import SignConfig, rebuild_update_kernel, sign_coefficients_kernel
 from titanforge.kernels.block_basis_kernel import narrow_step_kernel, wide_step_kernel
+from titanforge.kernels.cholesky_factor_kernel import advance_kernel, invert_kernel, scale_kernel
 from titanforge.kernels.cholesky_qr import PRECISION, CholeskyConfig
 from titanforge.kernels.cholesky_qr_kernel import (
-    advance_kernel,
     correct_kernel,
     gram_kernel,
-    invert_kernel,
     orthonormal_kernel,
     product_kernel,
     restore_kernel,
-    scale_kernel,
     split_kernel,
 )
 from titanforge.kernels.codecs import CODECS

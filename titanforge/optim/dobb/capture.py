@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from titanforge.kernels.cholesky_qr import largest_sums, write_blocks
-from titanforge.kernels.second_moments import take_sums
+from titanforge.kernels.cholesky_qr import write_blocks
+from titanforge.kernels.second_moments import largest_sums, take_sums
 from titanforge.optim.dobb.reduction import Captured, Reduction, buckets
 from titanforge.optim.dobb.refresh import eigenbases, refresh_bases
 from titanforge.optim.dobb.rule import Dobb

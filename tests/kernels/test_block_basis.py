@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from titanforge.kernels._triton import HAS_TRITON, INTERPRETER_FAULT
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.kernels.interpreted import needs_interpreter, run_interpreted
 
 
 def check_kernels() -> None:
@@ -115,18 +110,7 @@ def check_engine(device: str = "cpu", shapes: tuple[tuple[int, int], ...] = SHAP
         assert [tuple(item.weight.shape) for item in family.elementwise._items] == [shapes[-1]]
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.skipif(bool(INTERPRETER_FAULT), reason=INTERPRETER_FAULT)
-@pytest.mark.parametrize("check", ["check_kernels", "check_engine"])
-def test_interpreted(check: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    code = f"from tests.kernels.test_block_basis import {check}; {check}()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+@needs_interpreter
+@pytest.mark.parametrize("check", [check_kernels, check_engine])
+def test_interpreted(check: Callable[[], None]) -> None:
+    run_interpreted(check)

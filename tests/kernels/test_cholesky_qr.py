@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
-from titanforge.kernels._triton import HAS_TRITON, INTERPRETER_FAULT
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.kernels.interpreted import needs_interpreter, run_interpreted
 
 
 def check_all() -> None:
@@ -87,17 +78,6 @@ def check_all() -> None:
     assert failed.tolist() == [True, True] and torch.equal(mine, basis)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.skipif(bool(INTERPRETER_FAULT), reason=INTERPRETER_FAULT)
+@needs_interpreter
 def test_interpreted_kernels_equal_torch() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    code = "from tests.kernels.test_cholesky_qr import check_all; check_all()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_interpreted(check_all)

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from titanforge.kernels._triton import HAS_TRITON, INTERPRETER_FAULT
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.kernels.interpreted import needs_interpreter, run_interpreted
 
 
 def check_all() -> None:
@@ -42,18 +35,7 @@ def check_all() -> None:
             torch.testing.assert_close(largest[:3], sums[:3].abs().sum(-1).amax(-1), rtol=1e-5, atol=0)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.skipif(bool(INTERPRETER_FAULT), reason=INTERPRETER_FAULT)
-@pytest.mark.parametrize("interpreted", [True, False])
-def test_equals_float64(interpreted: bool) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1"}
-    code = "from tests.kernels.test_second_moments import check_all; check_all()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+@needs_interpreter
+@pytest.mark.parametrize("interpret", [True, False])
+def test_equals_float64(interpret: bool) -> None:
+    run_interpreted(check_all, interpret)

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.kernels.interpreted import needs_interpreter, run_interpreted
 
-import pytest
-
-from titanforge.kernels._triton import HAS_TRITON, INTERPRETER_FAULT
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
@@ -64,17 +56,6 @@ def check_all() -> None:
             assert all(torch.equal(a, b) for a, b in zip(masters + copies, before[0] + before[1]))
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.skipif(bool(INTERPRETER_FAULT), reason=INTERPRETER_FAULT)
+@needs_interpreter
 def test_interpreted_kernels_equal_float64() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    code = "from tests.kernels.test_symmetric import check_all; check_all()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_interpreted(check_all)

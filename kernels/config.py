@@ -31,8 +31,8 @@ class TileConfig:
 
     group: rows of tiles walked together; in pp2 also -c for c columns of tiles, walked row by row. split:
     pieces in which the epilogue takes a tile (1, 2, 4). prefetch: ask for weights and states in L2 before the
-    mainloop. form: of the kernel, `forms.FORMS`; the forms other than portable have fixed tiles and take
-    `block_t`, `group`, `stages` and `overlap`: whether pp2's two warpgroups may update at the same time.
+    mainloop. form: of the kernel, `forms.FORMS`. Forms other than portable have a fixed tile and take
+    `block_t`, `group` and `stages`. overlap: whether pp2's two warpgroups may update at the same time.
     paired: pp2 moves two slices of the same rows at a time.
     """
 

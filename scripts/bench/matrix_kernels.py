@@ -17,6 +17,7 @@ from titanforge.kernels.cholesky_qr import cholesky_qr_refresh, config_for, refe
 from titanforge.kernels.codecs import as_encoded
 from titanforge.kernels.newton_schulz import newton_schulz_iterations, reference_iterations
 from titanforge.kernels.symmetric import autotune_symmetric, symmetric_product
+from titanforge.kernels.symmetric_config import candidates
 from titanforge.kernels.timing import replay_time
 from titanforge.optim.batches import Batch
 from titanforge.optim.local_update import LocalWeight
@@ -260,8 +261,10 @@ def signs(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
                         )
                     )
             row: dict[str, Any] = {
-                "matrices": f"{count} x {m} x {n}", "block": width, "with the gradient": takes,
-            }  # fmt: skip
+                "matrices": f"{count} x {m} x {n}",
+                "block": width,
+                "with the gradient": takes,
+            }
             try:
                 row["ms"] = measured(calls, on_gpu)
                 row["of its bytes at 4.25 TB/s"] = row["ms"] / ((10 if takes else 6) * count * m * n / 4.25e9)
@@ -278,9 +281,6 @@ def _differences(config: SignConfig, plain: SignConfig) -> str:
 
 
 def config_of_test(args: argparse.Namespace) -> Any:
-    from titanforge.kernels._triton import INTERPRET
-    from titanforge.kernels.symmetric_config import candidates
-
     if args.device == "cuda":
         return candidates()[0]
     return replace(candidates()[0], block=16, block_k=32, stages=1) if INTERPRET else None

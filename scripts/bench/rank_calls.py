@@ -36,6 +36,8 @@ from titanforge.trainer import Trainer
 ROOT = Path(__file__).resolve().parents[2]
 PERIOD = 9
 METHODS = ("AdamW fused", "AdamW", "RMNP", "Dobb", "Dobb, refresh in the call", "Dion", "Muon")
+SENT = ("momenta", "factors", "row norms", "second moments")
+"""What rules of matrices exchange."""
 NEVER = {"scheduled": {"interval": 10**9}, "rmmc": {"threshold": 1e9}}
 """Policies that take local steps alone."""
 TINY = {
@@ -78,7 +80,7 @@ def idle(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def empty(device: str) -> None:
+def free_memory(device: str) -> None:
     """Free what a run that is closed held."""
     gc.collect()
     if device == "cuda":
@@ -125,7 +127,7 @@ def optimizer_calls(args: argparse.Namespace) -> list[dict[str, Any]]:
         finally:
             trainer.close()
             del trainer, optimizer
-            empty(args.device)
+            free_memory(args.device)
         last = calls[PERIOD:]
         rows.append(
             {
@@ -141,10 +143,6 @@ def optimizer_calls(args: argparse.Namespace) -> list[dict[str, Any]]:
     for row in rows if base else []:
         row["x AdamW fused"] = row["mean of 9, ms"] / base
     return rows
-
-
-SENT = ("momenta", "factors", "row norms", "second moments")
-"""What rules of matrices exchange."""
 
 
 def decision(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -182,7 +180,7 @@ def decision(args: argparse.Namespace) -> list[dict[str, Any]]:
             finally:
                 trainer.close()
                 del trainer, policy_of_run
-                empty(args.device)
+                free_memory(args.device)
         plain, watched = (statistics.median(steps[policy]) for policy in NEVER)
         rows.append(
             {

@@ -47,7 +47,7 @@ class FusedForwards:
                 self._keeping.add(id(module))
 
     def install(self) -> None:
-        """Put the forwards in. Raises what a module does that takes none; `restore` takes out the others."""
+        """Put the forwards in. Where `fuse_module` raises, `restore` takes out those before it."""
         for module, kinds, handles in self._waiting.values():
             fuse_module(module, kinds, handles, id(module) in self._keeping)
             self._modules.append(module)

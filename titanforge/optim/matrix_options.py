@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Newton-Schulz coefficients of Jordan et al. (2024), "Muon": the steepest slope at zero, so that five
 steps bring every singular value above about 1e-3 of the largest into [0.7, 1.2]."""
-UPDATE_SCALES = ("shared", "own", "rank_corrected")
 
 
 @dataclass(frozen=True)

@@ -9,5 +9,13 @@
     forms       of the weight-gradient kernel, which run where; `check_forms` checks the Hopper ones on a card
     config      which form and tile shape a launch takes; `autotune` finds a better one
 
+And what rules of whole matrices need:
+
+    row_norm_update, apply_update  RMNP's update, and the write of updates, of many weights at once
+    newton_schulz                  Muon's iteration, by products of half the work (`symmetric`)
+    block_basis                    Dobb's update of many weights at once
+    second_moments, cholesky_qr    Dobb's refresh: statistics, and bases from them
+    planes                         products of fp32 values by bf16 tensor cores, for these two
+
 Nothing here knows of models, modules or meshes: tensors in, tensors changed in place.
 """

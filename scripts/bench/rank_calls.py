@@ -4,11 +4,12 @@
     torchrun --nproc_per_node=2 scripts/bench/rank_calls.py decision     # whole replicas, local steps alone
     torchrun --nproc_per_node=2 scripts/bench/rank_calls.py optimizer decision --device cpu --tiny
 
-Both train the job itself. `optimizer` times `step()` in each of T = 9 steps in a row, one of which refreshes
-Dobb's bases, with the device idle before and after. `decision` trains local steps with `scheduled`, which
-asks nobody, and with `rmmc`, turn by turn: the difference of whole steps, the host running ahead as ever; and
-what the decision takes on an idle device: norms, their all-reduces, the host's wait. Where a kernel updates
-momenta it leaves their norms, and the decision reads no momentum; the table says for how many layers.
+Both run the trainer on the job of `--config`. `optimizer` times `step()` in each of T = 9 steps in a row, one
+of which refreshes Dobb's bases, with the device idle before and after. `decision` trains local steps with
+`scheduled`, which asks nobody, and with `rmmc`, turn by turn: the difference of whole steps, the host running
+ahead as ever; and what the decision takes on an idle device: norms, their all-reduces, the host's wait. Where
+a kernel updates momenta it leaves their norms, and the decision reads no momentum; the table says for how
+many layers.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ def checks(forms: Sequence[str], which: str) -> list[Check]:
     if which == "random":
         return random_checks(forms)
     if which == "bytes":
-        return [Check(PINGPONG, geometry, "adamw", "int8") for geometry in BYTE_GEOMETRIES] + [
-            Check(PINGPONG, "paired", "adamw", "bf16"), Check(PINGPONG, "turns", "adamw", "fp8")
-        ]  # fmt: skip
+        beside = [Check(PINGPONG, "paired", "adamw", "bf16"), Check(PINGPONG, "turns", "adamw", "fp8")]
+        listed = [Check(PINGPONG, geometry, "adamw", "int8") for geometry in BYTE_GEOMETRIES] + beside
+        return listed if PINGPONG in forms else []
     if which == "experts":
         recipes = (("adamw", "int8_sr"), ("adamw", "bf16"), ("momentum_state", "bf16"), ("adamw", "int8"))
         return [
@@ -120,7 +120,7 @@ def timings(forms: Sequence[str], which: str) -> list[Timing]:
     if which == "random":
         return random_timings(forms)
     if which == "bytes":
-        return byte_timings()
+        return byte_timings() if PINGPONG in forms else []
     if which == "experts":
         geometries = ((PINGPONG, "overlap", 1), (PINGPONG, "turns", 1), (PORTABLE, "", 0))
         return [
@@ -241,9 +241,7 @@ def best_totals(cells: list[dict[str, Any]], standards: dict[Any, dict[str, floa
 def compare_forms(
     forms: Sequence[str], out: Path, budget: float, processes: int, which: str = "default"
 ) -> int:
-    """Check, then time; 1 if anything asked for is wrong or fails. which: default, random (stochastic
-    rounding) or experts.
-    """
+    """Check, then time; 1 if anything asked for is wrong or fails. which: a set of `kernels.py`."""
     began = time.time()
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda")

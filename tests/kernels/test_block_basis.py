@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.kernels.interpreted import needs_interpreter, run_interpreted
+from tests.interpreted import needs_interpreter, run_interpreted
 
 
 def check_kernels() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.interpreted import needs_interpreter, run_interpreted
+from tests.interpreted import needs_interpreter, run_interpreted
 
 
 def check_all() -> None:

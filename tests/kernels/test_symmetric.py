@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernels.interpreted import needs_interpreter, run_interpreted
+from tests.interpreted import needs_interpreter, run_interpreted
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from titanforge.kernels._triton import INTERPRET
 from titanforge.kernels.autotune import autotune
 from titanforge.kernels.config import TileConfig, candidate_configs, choose_config
 from titanforge.kernels.epilogues import get_epilogue
+from titanforge.kernels.forms import checked_forms, checked_path
 from titanforge.kernels.machine_cache import cache_path
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="interpreted kernels have one configuration")
@@ -26,6 +30,36 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config_module._tuned.cache_clear()
     yield
     config_module._tuned.cache_clear()
+
+
+def test_entries_of_another_release_are_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    """They ended every launch of every shape, on a CPU too, in a TypeError that named no file."""
+    ours = TileConfig(64, 128, 64)
+    config_module.remember_config("ours", ours)
+    newer = {**asdict(ours), "clusters": 2}
+    entries = {"ours": asdict(ours), "field": newer, "form": {**asdict(ours), "form": "gone"}, "kind": 3}
+    cache_path().write_text(json.dumps(entries))
+    config_module._tuned.cache_clear()
+    assert config_module._tuned() == {"ours": ours}
+    assert choose_config(4096, 4096, 512, torch.bfloat16, CODECS, CPU)
+    assert f"{cache_path()}: 3 of its configurations" in caplog.text
+    config_module.remember_config("more", ours)
+    assert json.loads(cache_path().read_text()).keys() == {*entries, "more"}, (
+        "another release still has its own"
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_broken_cache_is_named(text: str) -> None:
+    cache_path().write_text(text)
+    checked_path().write_text(text)
+    for read, path in (
+        (config_module._tuned, cache_path()),
+        (lambda: config_module.remember_config("key", TileConfig(64, 128, 64)), cache_path()),
+        (lambda: checked_forms.__wrapped__(CPU), checked_path()),
+    ):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(str(path))} .*delete it"):
+            read()
 
 
 def test_table_covers_every_kind_of_launch() -> None:

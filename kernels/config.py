@@ -4,7 +4,6 @@ machine.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
 
@@ -18,11 +17,12 @@ from titanforge.kernels.forms import (
     PINGPONG,
     PORTABLE,
     form_for,
+    say_once,
     selected_form,
     unavailable,
     untried,
 )
-from titanforge.kernels.machine_cache import add_entry, cache_path, device_name
+from titanforge.kernels.machine_cache import add_entry, cache_path, device_name, read_entries
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,18 @@ def shape_key(name: str, n: int, k: int, tokens: int, dtype: torch.dtype, codecs
 
 @cache
 def _tuned() -> dict[str, TileConfig]:
-    try:
-        entries = json.loads(cache_path().read_text())
-    except FileNotFoundError:
-        return {}
-    return {key: TileConfig(**entry) for key, entry in entries.items()}
+    tuned, foreign = {}, []
+    for key, entry in read_entries(cache_path()).items():
+        try:
+            tuned[key] = TileConfig(**entry)
+        except (TypeError, ValueError):  # fields or forms of another release
+            foreign.append(key)
+    if foreign:
+        say_once(
+            f"{cache_path()}: {len(foreign)} of its configurations are of another release of titanforge and "
+            f"not taken ({foreign[0]}): tune these shapes again, or delete the file"
+        )
+    return tuned
 
 
 def remember_config(key: str, config: TileConfig) -> None:

@@ -10,7 +10,6 @@ take (a ragged shape, experts in coop) runs in the portable form.
 
 from __future__ import annotations
 
-import json
 import logging
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 from titanforge.kernels._triton import HAS_TRITON, triton
 from titanforge.kernels.gluon._gluon import GLUON_ERROR
-from titanforge.kernels.machine_cache import cache_path, device_name
+from titanforge.kernels.machine_cache import cache_path, device_name, read_entries
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +95,7 @@ def checked_key(device: torch.device) -> str:
 @cache
 def checked_forms(device: torch.device) -> tuple[str, ...]:
     """The forms that were checked on such a card with this release of Triton."""
-    try:
-        return tuple(json.loads(checked_path().read_text()).get(checked_key(device), ()))
-    except FileNotFoundError:
-        return ()
+    return tuple(read_entries(checked_path()).get(checked_key(device), ()))
 
 
 def _not_run() -> str:

@@ -23,12 +23,28 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def read_entries(path: Path) -> dict[str, Any]:
+    """What a file of entries holds; nothing where there is none.
+
+    Raises RuntimeError, naming the file, where it is not such a file.
+    """
+    try:
+        entries = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:  # not JSON, or not text
+        raise RuntimeError(f"{path} cannot be read ({error}): delete it, and measure anew") from error
+    if not isinstance(entries, dict):
+        raise RuntimeError(f"{path} holds no entries by key: delete it, and measure anew")
+    return entries
+
+
 def add_entry(path: Path, key: str, entry: Any) -> None:
     """Put one entry into a JSON file of them. Written aside and renamed, so that a reader never sees half of
     it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = json.loads(path.read_text()) if path.exists() else {}
+    entries = read_entries(path)
     entries[key] = entry
     aside = path.with_suffix(f".{os.getpid()}.tmp")
     aside.write_text(json.dumps(entries, indent=1, sort_keys=True))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -225,9 +226,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of the job")
     parser.add_argument("--out", type=Path, default=Path("outputs/rank_calls"))
     args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device here: use --device cpu --tiny to prove the script")
+    own_group = not dist.is_initialized()
+    if own_group and "RANK" not in os.environ:
+        raise SystemExit(
+            "several ranks are measured: torchrun --nproc_per_node=2 scripts/bench/rank_calls.py"
+        )
     if args.device == "cpu":
         torch.set_num_threads(1)
-    own_group = not dist.is_initialized()
     if own_group:  # one for all runs, which take it as they find it
         dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
     report: dict[str, Any] = {"machine": machine_facts() | {"ranks": dist.get_world_size()}}

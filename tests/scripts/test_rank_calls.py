@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts.bench import rank_calls
 from tests.distributed_harness import run_distributed
@@ -31,3 +32,11 @@ def test_optimizer_calls_on_shards_and_the_decision_are_timed(tmp_path: Path) ->
     (decision,) = report["decision"]
     assert decision["layers"] == 8 and decision["decision from idle, ms"] > 0
     assert (tmp_path / "rank_calls.md").stat().st_size > 0
+
+
+def test_what_it_cannot_measure_is_refused_in_words() -> None:
+    with pytest.raises(SystemExit, match="several ranks are measured: torchrun"):
+        rank_calls.main(["optimizer", "--device", "cpu", "--tiny"])
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="no CUDA device here: use --device cpu"):
+            rank_calls.main(["optimizer"])

@@ -177,7 +177,7 @@ class CommLedger:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the totals by saved ones: what was sent in order to resume is no part of the run."""
-        self._entries = {}
+        self._entries, self._spans = {}, []
         for key, (bytes, count) in state.items():
             axis, _, purpose = key.partition("/")
             self._entries[axis, purpose] = LedgerEntry(bytes, count)

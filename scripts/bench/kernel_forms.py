@@ -238,6 +238,34 @@ def best_totals(cells: list[dict[str, Any]], standards: dict[Any, dict[str, floa
     return lines
 
 
+def tell_cell(cell: dict[str, Any], report: dict[str, Any], standards: dict[Any, dict[str, float]]) -> None:
+    """Print what was timed, a form or the standard path (its cells enter `standards`), and report it."""
+    if "left_out" in cell:
+        print(f"left out for want of time: {cell['left_out']}", flush=True)
+    elif "error" in cell:
+        report["failures"].append(cell)
+        print(f"FAILED {cell}", flush=True)
+    elif "form" not in cell:
+        standards[tuple(cell["shape"]), cell["tokens"]] = cell
+        report["standards"].append(cell)
+        print(
+            f"standard {cell['shape']!s:14s} tokens {cell['tokens']:5d} "
+            f"{cell['standard_ms'] * 1e3:7.0f} us  "
+            f"(cuBLAS {cell['cublas_ms'] * 1e3:.0f}, adamw {cell['torch_adamw_ms'] * 1e3:.0f})",
+            flush=True,
+        )
+    else:
+        report["cells"].append(cell)
+        standard = standards.get((tuple(cell["shape"]), cell["tokens"]), {}).get("standard_ms", float("nan"))
+        print(
+            f"{cell['form']:9s}{cell['geometry']:9s} group {cell['group']:2d} {cell['rule']:15s}"
+            f"{cell['recipe']:12s}{cell['shape']!s:17s} tokens {cell['tokens']:5d} "
+            f"{cell['ms'] * 1e3:7.1f} us  {cell['ms'] / cell['floor_ms']:.2f} x floor  "
+            f"{cell['ms'] / standard:.2f} x standard",
+            flush=True,
+        )
+
+
 def compare_forms(
     forms: Sequence[str], out: Path, budget: float, processes: int, which: str = "default"
 ) -> int:
@@ -300,32 +328,7 @@ def compare_forms(
                 report["failures"].append(f"timing {form}: {answer['problem']}")
                 print(f"timing {form}: {answer['problem']}\n{answer['text']}", flush=True)
             for cell in answer["results"]:
-                if "left_out" in cell:
-                    print(f"left out for want of time: {cell['left_out']}", flush=True)
-                elif "error" in cell:
-                    report["failures"].append(cell)
-                    print(f"FAILED {cell}", flush=True)
-                elif "form" not in cell:
-                    standards[tuple(cell["shape"]), cell["tokens"]] = cell
-                    report["standards"].append(cell)
-                    print(
-                        f"standard {cell['shape']!s:14s} tokens {cell['tokens']:5d} "
-                        f"{cell['standard_ms'] * 1e3:7.0f} us  "
-                        f"(cuBLAS {cell['cublas_ms'] * 1e3:.0f}, adamw {cell['torch_adamw_ms'] * 1e3:.0f})",
-                        flush=True,
-                    )
-                else:
-                    report["cells"].append(cell)
-                    standard = standards.get((tuple(cell["shape"]), cell["tokens"]), {}).get(
-                        "standard_ms", float("nan")
-                    )
-                    print(
-                        f"{cell['form']:9s}{cell['geometry']:9s} group {cell['group']:2d} {cell['rule']:15s}"
-                        f"{cell['recipe']:12s}{cell['shape']!s:17s} tokens {cell['tokens']:5d} "
-                        f"{cell['ms'] * 1e3:7.1f} us  {cell['ms'] / cell['floor_ms']:.2f} x floor  "
-                        f"{cell['ms'] / standard:.2f} x standard",
-                        flush=True,
-                    )
+                tell_cell(cell, report, standards)
             save()
         report["machine"] = machine_facts()  # with the clocks of a card at work
         report["totals"] = best_totals(report["cells"], standards)

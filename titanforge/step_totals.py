@@ -70,8 +70,7 @@ class StepTotals:
 
         def end() -> tuple[Tensor, Tensor | None]:
             if work is not None:
-                with self.ledger.waited("all-reduce", "loss", REPLICATE_AXIS, told.device):
-                    work.wait()
+                work.wait()
             trainer.finite.heard(told[2 : -counts.numel()].long())
             tokens, *totals = (int(count) for count in told[-counts.numel() :].tolist())
             self.tokens_seen = trainer.agreement.heard(batch, [tokens, *totals])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -10,7 +11,16 @@ import torch.distributed as dist
 
 from tests.distributed_harness import run_distributed
 from titanforge.config.sections import Sync
-from titanforge.sync import CommLedger, EveryStep, Rmmc, Scheduled, StatesEveryStep, build_sync_policy
+from titanforge.optim.links import DataLinks, RowSum
+from titanforge.sync import (
+    CollectiveFailed,
+    CommLedger,
+    EveryStep,
+    Rmmc,
+    Scheduled,
+    StatesEveryStep,
+    build_sync_policy,
+)
 
 
 def test_totals() -> None:
@@ -71,12 +81,12 @@ def collectives(rank: int, world_size: int) -> dict[str, int]:
     ledger.reduce_scatter(piece, torch.arange(4.0), group, axis="loss", purpose="scatter")
     assert piece.tolist() == [0.0 + 4 * rank, 2.0 + 4 * rank]
     waited = ledger.timings()
-    assert "comm/loss/max_seconds" not in waited, "nobody waited for it inside the ledger"
+    assert waited["comm/loss/max_seconds"] > 0, "whoever waits, it counts"
     assert waited["comm/loss/sum_seconds"] > 0 and ledger.total("loss").seconds < 60
-    work = ledger.all_reduce(largest, group, axis="loss", purpose="later", async_op=True)
+    work = ledger.reduce_scatter(piece, torch.arange(4.0), group, axis="loss", purpose="later", async_op=True)
     assert work is not None
-    with ledger.waited("all-reduce", "later", "loss", largest.device):
-        work.wait()
+    assert "comm/loss/later_seconds" not in ledger.timings(), "launched is not waited for"
+    work.wait()
     assert 0 < ledger.timings()["comm/loss/later_seconds"] < 60
     return ledger.metrics()
 
@@ -88,3 +98,25 @@ def test_collectives_are_counted() -> None:
     assert first["comm/loss/max_bytes"] == 4
     assert first["comm/loss/broadcast_bytes"] == 4
     assert first["comm/loss/scatter_bytes"] == 16
+
+
+def moments_of_one_gone(rank: int, world_size: int) -> str:
+    """Dobb's second moments, which are launched in one place and waited for in another."""
+    ledger, group = CommLedger(), dist.group.WORLD
+    mean = functools.partial(ledger.all_reduce, group=group, axis="dp_replicate", purpose="second moments")
+    links = DataLinks(replicas=2, all_reduce=mean)
+    RowSum(torch.ones(1, 4), links).wait()
+    assert ledger.timings()["comm/dp_replicate/second moments_seconds"] > 0
+    if rank == 1:
+        return ""
+    try:
+        for _ in range(3):
+            RowSum(torch.ones(1, 4), links).wait()
+    except CollectiveFailed as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_whoever_waits_for_a_lost_rank_is_told_which_collective_it_was() -> None:
+    message, _ = run_distributed(moments_of_one_gone, 2, timeout=60)
+    assert "the all-reduce of second moments over dp_replicate failed" in message

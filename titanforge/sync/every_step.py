@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from titanforge.sync.averaging import local_part
-from titanforge.sync.ledger import CommLedger
+from titanforge.sync.ledger import CommLedger, Pending
 from titanforge.sync.policy import REPLICATE_AXIS, Replication, SyncPolicy
 
 _PURPOSE = "gradients"
@@ -26,7 +26,7 @@ class _Bucket:
     params: list[nn.Parameter]
     ready: set[int] = field(default_factory=set)
     buffer: Tensor | None = None
-    work: Work | None = None
+    work: Pending | None = None
     events: list[torch.cuda.Event] = field(default_factory=list)
     done: bool = False
 
@@ -174,8 +174,7 @@ class EveryStep(SyncPolicy):
         """Wait for a bucket's sums and hand them over."""
         if bucket.buffer is not None:
             if bucket.work is not None:
-                with self._ledger.waited("all-reduce", _PURPOSE, REPLICATE_AXIS, bucket.buffer.device):
-                    bucket.work.wait()
+                bucket.work.wait()
             self._write_back(bucket, bucket.buffer)
             bucket.buffer = bucket.work = None
             bucket.done = True

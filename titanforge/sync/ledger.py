@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -66,6 +67,19 @@ class CollectiveFailed(RuntimeError):
         )
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A collective that was launched. Waiting for it counts in the ledger, and raises CollectiveFailed."""
+
+    work: Work
+    waited: Callable[[], contextlib.AbstractContextManager[None]]
+
+    def wait(self) -> None:
+        """The host on a CPU, the current stream on a GPU."""
+        with self.waited():
+            self.work.wait()
+
+
 class CommLedger:
     """Counts collectives by mesh axis and purpose.
 
@@ -79,8 +93,8 @@ class CommLedger:
     The methods that issue a collective skip it, and record nothing, for a group of one rank.
 
     Seconds are from where this rank has come to a collective until it can go on, a slower rank's delay
-    included: of those that it waits for in here or in `waited`. On a GPU they are read, without waiting, once
-    the stream has come past them; of steps in a captured graph there are none.
+    included. On a GPU they are read, without waiting, once the stream has come past them; of steps in a
+    captured graph there are none.
 
     degrees: what `CollectiveFailed` says of an axis.
     """
@@ -191,18 +205,21 @@ class CommLedger:
         purpose: str,
         op: Any = ReduceOp.SUM,
         async_op: bool = False,
-    ) -> Work | None:
-        """Reduce in place over the group; returns the work to wait for if `async_op`.
+    ) -> Pending | None:
+        """Reduce in place over the group; returns the `Pending` to wait for if `async_op`.
 
         group: None stands for no communication (one rank), not for the default group.
-        Raises CollectiveFailed; where the work is waited for elsewhere, `waited` does it.
+        Raises CollectiveFailed, here or from `Pending.wait`.
         """
         if not self._note(tensor, group, "all-reduce", axis, purpose):
             return None
         if async_op:
-            return dist.all_reduce(tensor, op=op, group=group, async_op=True)
+            with self.named_failure("all-reduce", purpose, axis):
+                work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+            return self._pending(work, "all-reduce", purpose, axis, tensor.device)
         with self.waited("all-reduce", purpose, axis, tensor.device):
-            return dist.all_reduce(tensor, op=op, group=group)
+            dist.all_reduce(tensor, op=op, group=group)
+        return None
 
     def broadcast(
         self, tensor: Tensor, group: ProcessGroup | None, *, group_src: int = 0, axis: str, purpose: str
@@ -221,17 +238,27 @@ class CommLedger:
         axis: str,
         purpose: str,
         async_op: bool = False,
-    ) -> Work | None:
-        """Sum over the group, of which each rank keeps its slice along dim 0; returns the work to wait for
-        if `async_op`.
+    ) -> Pending | None:
+        """Sum over the group, of which each rank keeps its slice along dim 0; returns the `Pending` to wait
+        for if `async_op`.
         """
         if not self._note(tensor, group, "reduce-scatter", axis, purpose):
             output.copy_(tensor.view_as(output))
             return None
         if async_op:
-            return _reduce_scatter(output, tensor, group=group, async_op=True)
+            with self.named_failure("reduce-scatter", purpose, axis):
+                work = _reduce_scatter(output, tensor, group=group, async_op=True)
+            return self._pending(work, "reduce-scatter", purpose, axis, tensor.device)
         with self.waited("reduce-scatter", purpose, axis, tensor.device):
-            return _reduce_scatter(output, tensor, group=group)
+            _reduce_scatter(output, tensor, group=group)
+        return None
+
+    def _pending(
+        self, work: Work | None, operation: str, purpose: str, axis: str, device: torch.device
+    ) -> Pending | None:
+        if work is None:
+            return None
+        return Pending(work, functools.partial(self.waited, operation, purpose, axis, device))
 
     def _note(
         self, tensor: Tensor, group: ProcessGroup | None, operation: str, axis: str, purpose: str

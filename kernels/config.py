@@ -17,12 +17,11 @@ from titanforge.kernels.forms import (
     PINGPONG,
     PORTABLE,
     form_for,
-    say_once,
     selected_form,
     unavailable,
     untried,
 )
-from titanforge.kernels.machine_cache import add_entry, cache_path, device_name, read_entries
+from titanforge.kernels.machine_cache import add_entry, cache_path, device_name, known_entries
 
 
 @dataclass(frozen=True)
@@ -100,18 +99,7 @@ def shape_key(name: str, n: int, k: int, tokens: int, dtype: torch.dtype, codecs
 
 @cache
 def _tuned() -> dict[str, TileConfig]:
-    tuned, foreign = {}, []
-    for key, entry in read_entries(cache_path()).items():
-        try:
-            tuned[key] = TileConfig(**entry)
-        except (TypeError, ValueError):  # fields or forms of another release
-            foreign.append(key)
-    if foreign:
-        say_once(
-            f"{cache_path()}: {len(foreign)} of its configurations are of another release of titanforge and "
-            f"not taken ({foreign[0]}): tune these shapes again, or delete the file"
-        )
-    return tuned
+    return known_entries(cache_path(), lambda entry: TileConfig(**entry))
 
 
 def remember_config(key: str, config: TileConfig) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def cache_path() -> Path:
@@ -37,6 +43,24 @@ def read_entries(path: Path) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise RuntimeError(f"{path} holds no entries by key: delete it, and measure anew")
     return entries
+
+
+def known_entries(path: Path, made: Callable[[Any], T]) -> dict[str, T]:
+    """`made` of each entry of a file. Those of another release, at whose fields or values `made` raises
+    TypeError or ValueError, are left out, and a warning says so.
+    """
+    known, foreign = {}, []
+    for key, entry in read_entries(path).items():
+        try:
+            known[key] = made(entry)
+        except (TypeError, ValueError):
+            foreign.append(key)
+    if foreign:
+        logger.warning(
+            f"{path}: {len(foreign)} of its entries are of another release of titanforge and not taken "
+            f"({foreign[0]}): tune these shapes again, or delete the file"
+        )
+    return known
 
 
 def add_entry(path: Path, key: str, entry: Any) -> None:

@@ -8,14 +8,13 @@ better tiles outweigh it. `symmetric.autotune_symmetric` measures on this machin
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from titanforge.kernels._triton import INTERPRET, cdiv, next_power_of_2
-from titanforge.kernels.machine_cache import add_entry, cache_path, device_name
+from titanforge.kernels.machine_cache import add_entry, cache_path, device_name, known_entries
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,7 @@ def _key(name: str, m: int, k: int, count: int) -> str:
 
 @functools.cache
 def _tuned() -> dict[str, SymmetricConfig | None]:
-    try:
-        entries = json.loads(tuned_path().read_text())
-    except FileNotFoundError:
-        return {}
-    return {key: None if entry is None else SymmetricConfig(**entry) for key, entry in entries.items()}
+    return known_entries(tuned_path(), lambda entry: None if entry is None else SymmetricConfig(**entry))
 
 
 def choose_symmetric(m: int, k: int, count: int, device: torch.device) -> SymmetricConfig | None:

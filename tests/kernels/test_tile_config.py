@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from titanforge.kernels import config as config_module
+from titanforge.kernels import symmetric_config
 from titanforge.kernels._triton import INTERPRET
 from titanforge.kernels.autotune import autotune
 from titanforge.kernels.config import TileConfig, candidate_configs, choose_config
@@ -42,7 +43,7 @@ def test_entries_of_another_release_are_left_out_and_told(caplog: pytest.LogCapt
     config_module._tuned.cache_clear()
     assert config_module._tuned() == {"ours": ours}
     assert choose_config(4096, 4096, 512, torch.bfloat16, CODECS, CPU)
-    assert f"{cache_path()}: 3 of its configurations" in caplog.text
+    assert f"{cache_path()}: 3 of its entries" in caplog.text
     config_module.remember_config("more", ours)
     assert json.loads(cache_path().read_text()).keys() == {*entries, "more"}, (
         "another release still has its own"
@@ -117,3 +118,15 @@ def test_a_tile_that_cannot_hold_its_blocks_is_refused() -> None:
         TileConfig(64, 128, 64, split=4)
     with pytest.raises(ValueError, match="at least 16"):
         TileConfig(8, 64, 64)
+
+
+def test_so_are_tiles_of_symmetric_products(caplog: pytest.LogCaptureFixture) -> None:
+    ours = asdict(symmetric_config.candidates()[0])
+    entries = {"ours": ours, "library": None, "field": {**ours, "clusters": 2}}
+    symmetric_config.tuned_path().write_text(json.dumps(entries))
+    symmetric_config._tuned.cache_clear()
+    try:
+        assert symmetric_config._tuned().keys() == {"ours", "library"}
+    finally:
+        symmetric_config._tuned.cache_clear()
+    assert f"{symmetric_config.tuned_path()}: 1 of its entries" in caplog.text

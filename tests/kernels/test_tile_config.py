@@ -34,7 +34,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_entries_of_another_release_are_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    """They ended every launch of every shape, on a CPU too, in a TypeError that named no file."""
+    """They ended every choice of tiles, of any shape, in a TypeError that named no file."""
     ours = TileConfig(64, 128, 64)
     config_module.remember_config("ours", ours)
     newer = {**asdict(ours), "clusters": 2}

@@ -28,11 +28,10 @@ from titanforge.kernels.machine_cache import add_entry, cache_path, device_name,
 class TileConfig:
     """Tile of `block_n` x `block_k` weights, `block_t` tokens a step, and how it is scheduled.
 
-    group: rows of tiles walked together; in pp2 also -c for c columns of tiles, walked row by row. split:
-    pieces in which the epilogue takes a tile (1, 2, 4). prefetch: ask for weights and states in L2 before the
-    mainloop. form: of the kernel, `forms.FORMS`. Forms other than portable have a fixed tile and take
-    `block_t`, `group` and `stages`. overlap: whether pp2's two warpgroups may update at the same time.
-    paired: pp2 moves two slices of the same rows at a time.
+    group: rows of tiles walked together. split: pieces in which the epilogue takes a tile (1, 2, 4).
+    prefetch: ask for weights and states in L2 before the mainloop. form: of the kernel, `forms.FORMS`. Forms
+    other than portable have a fixed tile and take `block_t`, `group` and `stages`. overlap: whether pp2's two
+    warpgroups may update at the same time. paired: pp2 moves two slices of the same rows at a time.
     """
 
     block_n: int
@@ -52,8 +51,8 @@ class TileConfig:
             raise ValueError(
                 f"a tile must split into 1, 2 or 4 pieces whose width is a multiple of 64: {self}"
             )
-        if self.group == 0 or self.group < (-1024 if self.form == PINGPONG else 1) or self.group > 255:
-            raise ValueError(f"group is 1 to 255 rows of tiles or, in pp2 only, -1 to -1024 columns: {self}")
+        if not 1 <= self.group <= 255:
+            raise ValueError(f"group is 1 to 255 rows of tiles: {self}")
         if min(self.block_n, self.block_t) < 16:
             raise ValueError(f"a tile is at least 16 rows by 16 tokens: {self}")
         tile = {PINGPONG: (128, 128), COOPERATIVE: (128, 256)}.get(self.form)

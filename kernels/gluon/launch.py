@@ -109,11 +109,6 @@ def descriptor(matrix: Tensor | None, block: tuple[int, int]) -> Any:
     return _descriptor(matrix.data_ptr(), matrix.dtype, rows, columns, matrix.stride(-2), block)
 
 
-def tile_order(group: int) -> int:
-    """`TileConfig.group` as `movers.tile_of_all` takes it."""
-    return group if group > 0 else -group << 8
-
-
 def pingpong_memory(stages: int, slot_bytes: int, stage_bytes: int) -> tuple[int, int]:
     """(stages of operands, slots of the ring) that fit; stages are given up until there are two slots."""
     for count in range(stages, 1, -1):
@@ -185,7 +180,7 @@ def launch(
     stages, slots = pingpong_memory(config.stages, slot_bytes, stage_bytes)
     pingpong_kernel[grid](
         *operands, *(descriptor(part, (64, 64)) for part in (w, master, s0, s1)), s0_meta, s1_meta, hyper,
-        rng, target.tensor_id, norm, nonfinite, offsets, experts, n, k, tokens, tile_order(config.group),
+        rng, target.tensor_id, norm, nonfinite, offsets, experts, n, k, tokens, config.group,
         HYPERS=rule.hyper_length, GROUPED=offsets is not None, SLOT_BYTES=slot_bytes, STAGES=stages,
         RING=slots, BY_SLICE=config.overlap and slots >= 4, PAIRED=config.paired and slots % 2 == 0,
         num_warps=4, **PINGPONG_REGISTERS, **constants,

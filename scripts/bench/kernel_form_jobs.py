@@ -254,8 +254,6 @@ def run_check(check: Check) -> Iterator[dict[str, Any]]:
     yield {"what": "compiled", "good": True, "seconds": time.perf_counter() - started}
     for shape, tokens in exact[1:]:
         yield check_exact(check, replace(config, group=1 if tokens == 512 else 8), shape, tokens)
-    if check.form == PINGPONG:
-        yield check_exact(check, replace(config, group=-4), *exact[2])
     yield from check_flags(check, config)
     for shape, tokens in repeated:
         yield check_repeats(check, config, shape, tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -38,12 +38,16 @@ def test_entries_of_another_release_are_left_out_and_told(caplog: pytest.LogCapt
     ours = TileConfig(64, 128, 64)
     config_module.remember_config("ours", ours)
     newer = {**asdict(ours), "clusters": 2}
-    entries = {"ours": asdict(ours), "field": newer, "form": {**asdict(ours), "form": "gone"}, "kind": 3}
+    columns = {**asdict(config_module._PINGPONG), "group": -4}  # a walk by columns, which releases had
+    entries = {
+        "ours": asdict(ours), "field": newer, "form": {**asdict(ours), "form": "gone"}, "kind": 3,
+        "order": columns,
+    }  # fmt: skip
     cache_path().write_text(json.dumps(entries))
     config_module._tuned.cache_clear()
     assert config_module._tuned() == {"ours": ours}
     assert choose_config(4096, 4096, 512, torch.bfloat16, CODECS, CPU)
-    assert f"{cache_path()}: 3 of its entries" in caplog.text
+    assert f"{cache_path()}: 4 of its entries" in caplog.text
     config_module.remember_config("more", ours)
     assert json.loads(cache_path().read_text()).keys() == {*entries, "more"}, (
         "another release still has its own"
@@ -118,6 +122,9 @@ def test_a_tile_that_cannot_hold_its_blocks_is_refused() -> None:
         TileConfig(64, 128, 64, split=4)
     with pytest.raises(ValueError, match="at least 16"):
         TileConfig(8, 64, 64)
+    for group in (-1, 0, 256):
+        with pytest.raises(ValueError, match="1 to 255 rows"):
+            replace(config_module._PINGPONG, group=group)
 
 
 def test_so_are_tiles_of_symmetric_products(caplog: pytest.LogCaptureFixture) -> None:

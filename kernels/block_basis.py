@@ -133,7 +133,6 @@ class SignConfig:
     wide_registers: int | None = None
     wide_programs: int = 1
     splits: bool = False
-    split_stages: int = 3
     split_registers: int | None = None
 
 
@@ -236,7 +235,7 @@ class SignUpdates:
         signs = torch.empty(programs, rows, cdiv(w, block_k) * block_k, dtype=torch.bfloat16, device=device)
         wide_step_kernel[(programs,)](
             table, signs, hyper, counter, scale, m, n, len(table), w,
-            MASK_ROWS=m % rows != 0, ROWS=rows, COLUMNS=columns, BLOCK_K=block_k, CHUNK=chunk, CHUNK_STAGES=3,
+            MASK_ROWS=m % rows != 0, ROWS=rows, COLUMNS=columns, BLOCK_K=block_k, CHUNK=chunk,
             KEPT=min(rows, _rows_at_once(w, chunk, config.wide_warps)), num_warps=config.wide_warps,
             num_stages=config.wide_stages, **_most(config.wide_registers), **types,
         )  # fmt: skip
@@ -249,7 +248,7 @@ class SignUpdates:
         written = {key: types[key] for key in ("W_TYPE", "COPY_TYPE", "COPY")}
         options: dict[str, Any] = {
             "ALIGNED": types["ALIGNED"], "TO_FP32": INTERPRET, "ROWS": rows, "COLUMNS": columns,
-            "BLOCK_K": block_k, "num_warps": 8, "num_stages": config.split_stages, **LAUNCH_OPTIONS,
+            "BLOCK_K": block_k, "num_warps": 8, "num_stages": 3, **LAUNCH_OPTIONS,
         }  # fmt: skip
         grid = (cdiv(m, rows) * cdiv(w, columns), n // w, len(table))
         signs = torch.empty(len(table), m, n, dtype=torch.bfloat16, device=weight.device)

@@ -38,6 +38,22 @@ def _address(entry, FIELD: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constex
 
 
 @jit
+def _places(
+    entry, first, block, n, w: tl.constexpr,
+    M_TYPE: tl.constexpr, W_TYPE: tl.constexpr, COPY_TYPE: tl.constexpr, G_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Where a block's momentum, basis, weight, copy and gradient begin, all but the basis at row `first`."""
+    here = first.to(tl.int64) * n + block * w
+    m_ptr = _address(entry, 0, M_TYPE, ALIGNED) + here
+    u_ptr = _address(entry, 1, tl.bfloat16, ALIGNED) + block.to(tl.int64) * w * w
+    w_ptr = _address(entry, 2, W_TYPE, ALIGNED) + here
+    copy_ptr = _address(entry, 3, COPY_TYPE, ALIGNED) + here
+    g_ptr = _address(entry, 4, G_TYPE, ALIGNED) + here
+    return m_ptr, u_ptr, w_ptr, copy_ptr, g_ptr
+
+
+@jit
 def _sign(x):
     """-1, 0 or 1 in bf16, exactly; 0 of a NaN. By bits, which takes fewer instructions."""
     bits = (x.to(tl.uint32, bitcast=True) & 0x80000000) | 0x3F800000
@@ -127,13 +143,10 @@ def narrow_step_kernel(
     """
     block, entry = tl.program_id(1), table_ptr + 5 * tl.program_id(2).to(tl.int64)
     first = tl.program_id(0) * ROWS * TILES
-    here = first.to(tl.int64) * n + block * w
     # Before the flag is looked at, so that one wait is for both.
-    m_ptr = _address(entry, 0, M_TYPE, ALIGNED) + here
-    u_ptr = _address(entry, 1, tl.bfloat16, ALIGNED) + block.to(tl.int64) * w * w
-    w_ptr = _address(entry, 2, W_TYPE, ALIGNED) + here
-    copy_ptr = _address(entry, 3, COPY_TYPE, ALIGNED) + here
-    g_ptr = _address(entry, 4, G_TYPE, ALIGNED) + here
+    m_ptr, u_ptr, w_ptr, copy_ptr, g_ptr = _places(
+        entry, first, block, n, w, M_TYPE, W_TYPE, COPY_TYPE, G_TYPE, ALIGNED
+    )
     if tl.load(h_ptr) != 0:
         h = (
             1.0, tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3), tl.load(h_ptr + 4),
@@ -176,7 +189,7 @@ def wide_step_kernel(
     G_TYPE: tl.constexpr, GRADIENT: tl.constexpr, M_TYPE: tl.constexpr, M_SPLIT: tl.constexpr,
     W_TYPE: tl.constexpr, COPY_TYPE: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
     MASK_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNK_STAGES: tl.constexpr, KEPT: tl.constexpr, TO_FP32: tl.constexpr,
+    CHUNK: tl.constexpr, KEPT: tl.constexpr, TO_FP32: tl.constexpr,
 ):  # fmt: skip
     """The same of wider blocks. A program takes tiles of ROWS rows of a block in turn, in three passes: the
     momentum takes the gradient; signs go to its own part of `sign_ptr`, [programs, ROWS, w rounded up to
@@ -197,18 +210,15 @@ def wide_step_kernel(
             first = (tile % row_tiles) * ROWS
             block = (tile // row_tiles) % blocks
             entry = table_ptr + 5 * (tile // (row_tiles * blocks)).to(tl.int64)
-            here = first.to(tl.int64) * n + block * w
-            m_ptr = _address(entry, 0, M_TYPE, ALIGNED) + here
-            u_ptr = _address(entry, 1, tl.bfloat16, ALIGNED) + block.to(tl.int64) * w * w
-            w_ptr = _address(entry, 2, W_TYPE, ALIGNED) + here
-            copy_ptr = _address(entry, 3, COPY_TYPE, ALIGNED) + here
-            g_ptr = _address(entry, 4, G_TYPE, ALIGNED) + here
+            m_ptr, u_ptr, w_ptr, copy_ptr, g_ptr = _places(
+                entry, first, block, n, w, M_TYPE, W_TYPE, COPY_TYPE, G_TYPE, ALIGNED
+            )
             if MASK_ROWS:
                 row_inside = (first + local < m)[:, None]
             else:
                 row_inside = (local < ROWS)[:, None]
             if GRADIENT:
-                for start in tl.range(0, w, CHUNK, num_stages=CHUNK_STAGES):
+                for start in tl.range(0, w, CHUNK, num_stages=3):
                     columns = start + tl.arange(0, CHUNK)
                     inside = row_inside & (columns < w)[None, :]
                     places = local[:, None] * n + columns[None, :]

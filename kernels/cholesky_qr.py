@@ -23,6 +23,8 @@ from titanforge.kernels.second_moments import largest_sums
 
 PRECISION = "ieee" if INTERPRET else "tf32x3"
 """Of the small products within a diagonal tile; the others take two bf16 planes a factor."""
+LEAST_EDGE = 64 if not INTERPRET else 32
+"""Rows and columns that products take of the last panel at least."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,7 @@ class CholeskyConfig:
 
     factor_warps: of the two launches of a panel. invert_warps: of a launch of its own for the diagonal tiles;
     0: they go with the updates of other tiles. planes: whether C is split into planes by a launch of its own,
-    once for all the tiles that read it. least_edge: rows and columns that products take of the last panel at
-    least; `tile`: always all of them.
+    once for all the tiles that read it.
     """
 
     tile: int = 128
@@ -42,12 +43,11 @@ class CholeskyConfig:
     factor_warps: int = 4
     invert_warps: int = 0
     planes: bool = True
-    least_edge: int = 64 if not INTERPRET else 32
 
     def edge(self, width: int) -> int:
         """Rows and columns of the last panel that products take: a power of two, and all of a block's."""
         rest = (width - 1) % self.tile + 1
-        return min(self.tile, max(self.least_edge, self.block_k, next_power_of_2(rest)))
+        return min(self.tile, max(LEAST_EDGE, self.block_k, next_power_of_2(rest)))
 
 
 def config_for(width: int) -> CholeskyConfig:

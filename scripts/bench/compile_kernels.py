@@ -283,7 +283,7 @@ def _block_steps(types: dict[str, str], constants: dict[str, Any]) -> list[tuple
                   "WIDTH": 128, "KEPT": 8 if split else 4}  # fmt: skip
         wide = {**own, "w": 400, "MASK_ROWS": True, "ROWS": config.wide_rows,
                 "COLUMNS": 128 if split else config.wide_columns, "CHUNK": 32 if split else 64,
-                "CHUNK_STAGES": 3, "KEPT": 64 if split else 32}  # fmt: skip
+                "KEPT": 64 if split else 32}  # fmt: skip
         for form, kernel, chosen, warps, stages in (
             ("narrow", narrow_step_kernel, narrow, 8 if split else config.warps, config.stages),
             ("wide", wide_step_kernel, wide, config.wide_warps, config.wide_stages),

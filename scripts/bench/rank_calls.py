@@ -178,7 +178,7 @@ def decision(args: argparse.Namespace) -> list[dict[str, Any]]:
                     policy_of_run.wants_sync = timed(policy_of_run.wants_sync, args.device, alone)
                     for _ in range(args.steps):
                         trainer.train_step()
-                    layers, given = len(policy_of_run._layers()), len(policy_of_run._squares)
+                    layers, given = len(policy_of_run.layers), len(policy_of_run.squares)
             finally:
                 trainer.close()
                 del trainer, policy_of_run

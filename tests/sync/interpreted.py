@@ -39,8 +39,8 @@ def train(rule: str, passes: Passes) -> tuple[list[float], list[str | None]]:
     shards, options, at_sync = RUNS[rule]
     run = Run(Rmmc(0.5, max_interval=2, warmup_steps=1), rule, shards, **options)
     policy: Any = run.policy
-    names = [item.name for item in policy._layers()]
-    assert list(policy._squares) == names == ["layers.0.weight", "layers.1.weight"]
+    names = [item.name for item in policy.layers]
+    assert list(policy.squares) == names == ["layers.0.weight", "layers.1.weight"]
     changes, reasons = [], []
     decide = policy.wants_sync
 

@@ -167,7 +167,7 @@ def norms_over_shards(rank: int, world_size: int) -> None:
     for _ in range(3):
         run.step()
         expected = []
-        for item in run.policy._layers():
+        for item in run.policy.layers:
             square = item.tensor.square().sum()
             dist.all_reduce(square, group=run.mesh["dp_shard"].get_group())
             expected.append(square.sqrt())

@@ -48,7 +48,7 @@ class Rmmc(LocalSteps):
     def attach(self, *args: Any, **options: Any) -> None:
         self._squares = {}
         super().attach(*args, **options)
-        if self._group is not None and not self._layers():
+        if self._group is not None and not self.layers:
             raise ValueError(
                 'sync.policy = "rmmc" watches the momentum, and no weight has one: take an optimizer.name '
                 'with momentum, or sync.policy = "scheduled"'
@@ -56,9 +56,19 @@ class Rmmc(LocalSteps):
         if self._group is not None:
             self._squares = self._optimizer.watch_momenta()
 
-    def _layers(self) -> list[Replicated]:
+    @property
+    def layers(self) -> list[Replicated]:
+        """This rank's part of each momentum that is watched, once attached."""
         momenta = [item for item in self._tensors if item.slot == "m"]
         return [item for item in momenta if item.splits] or momenta
+
+    @property
+    def squares(self) -> Mapping[str, Tensor]:
+        """The sums of squares that kernels leave of the momenta they update, by the layer's name: fp32
+        scalars on the device, of this rank's part. A layer without one has its momentum read for each
+        decision.
+        """
+        return self._squares
 
     @torch.no_grad()
     def norms(self, unchanged: Collection[str] = ()) -> Tensor:
@@ -67,7 +77,7 @@ class Rmmc(LocalSteps):
         unchanged: names of weights whose momenta are as the last A left them: A's own squares are taken where
             it has left any.
         """
-        layers = self._layers()
+        layers = self.layers
         if not layers:
             return torch.zeros(0)
         squares = {name: self._squares[name] for name in unchanged if name in self._squares}
@@ -102,7 +112,7 @@ class Rmmc(LocalSteps):
         return self.threshold < 0
 
     def watches_whole_steps(self) -> bool:
-        return not any(item.splits for item in self._layers())
+        return not any(item.splits for item in self.layers)
 
     def after_average(self, kept: Collection[str] = ()) -> None:
         self._previous = self.norms(kept)
@@ -116,7 +126,7 @@ class Rmmc(LocalSteps):
         figures = {"sync/rmmc_max": self._largest_since_read}
         self._largest_since_read = self.last
         if self._change.numel():
-            names = [item.name for item in self._layers()]
+            names = [item.name for item in self.layers]
             values, places = self._change.topk(min(_TOP_LAYERS, len(names)))
             figures |= {
                 f"sync/rmmc/{names[place]}": value for value, place in zip(values.tolist(), places.tolist())
@@ -125,12 +135,12 @@ class Rmmc(LocalSteps):
 
     def state_dict(self) -> dict[str, Any]:
         # The norm of the step before cannot be had from the momentum where U has changed it since.
-        names = [item.name for item in self._layers()]
+        names = [item.name for item in self.layers]
         return super().state_dict() | {"norms": dict(zip(names, self._previous.tolist()))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        norms, names = state.get("norms", {}), [item.name for item in self._layers()]
+        norms, names = state.get("norms", {}), [item.name for item in self.layers]
         if names and all(name in norms for name in names):
             self._previous = torch.tensor([norms[name] for name in names], device=self._previous.device)
 

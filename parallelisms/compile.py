@@ -33,8 +33,9 @@ def apply_compile(
 
     memory_budget: share, in 0 … 1, of the activations that the compiler would keep for speed alone; what is
     dropped to get there is recomputed in backward, the cheapest first. Just below 1 these are what lies
-    between the matrix products (the norms' outputs, the product that feeds the feed-forward's last matrix),
-    at the cost of a few elementwise kernels. None: keep what is best for speed.
+    between the matrix products and attention (the norms' outputs, normalised and rotated queries and keys,
+    the product that feeds the feed-forward's last matrix), at the cost of a few elementwise kernels. None:
+    keep what is best for speed.
     recompute_outside: compile the forward of a block that is recomputed whole, and leave the recomputation
     around it. Else the compiler decides what to keep, and keeps what comes out of an autograd function of our
     own. Not for blocks whose forward is other code when it is run again.
@@ -89,7 +90,11 @@ def _instructed(backend: str, memory_budget: float | None, overlap_products: boo
     # Of a matrix whose rows inductor pads on a GPU (wider than 1024, no multiple of 128 bytes) and that an
     # operator of our own reads too, PyTorch 2.11 lays the rows without padding and multiplies them as if they
     # had it.
-    changes = {"comprehensive_padding": False} if backend == "inductor" else {}
+    changes: dict[str, Any] = {"comprehensive_padding": False} if backend == "inductor" else {}
+    if backend == "inductor" and memory_budget is not None and memory_budget < 1:
+        from titanforge.parallelisms.partitioner import RecomputingConcatenations  # imports the compiler
+
+        changes["custom_partitioner_fn"] = RecomputingConcatenations()
     changes |= {"_micro_pipeline_tp": True} if overlap_products else {}
     patches = {"config_patches": changes} if changes else {}
     compile_graph = torch._dynamo.lookup_backend(backend)

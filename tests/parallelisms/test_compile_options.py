@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from titanforge.forge import ops
 from titanforge.parallelisms import compile as compilation
@@ -25,6 +26,7 @@ def test_inductor_pads_no_rows(budget: float | None, overlap: bool, monkeypatch:
     compilation._instructed.__wrapped__("inductor", budget, overlap)(
         torch.fx.GraphModule({}, torch.fx.Graph()), []
     )
+    assert isinstance(told[0].pop("custom_partitioner_fn", None), CustomPartitionerFn) == (budget is not None)
     assert told == [{"comprehensive_padding": False} | ({"_micro_pipeline_tp": True} if overlap else {})]
     assert told[0].keys() <= torch._inductor.config.get_config_copy().keys()  # pyright: ignore[reportAttributeAccessIssue]
 

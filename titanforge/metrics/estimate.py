@@ -76,7 +76,8 @@ def activation_bytes(
       sent to each expert and one returned. ``qk_norm``: q and k once more, Q + K. ``compiled``: without q and
       k before RoPE (those before their norm remain) and silu(gate), Q + K + H less.
     - ``memory_budget``: that share of what a compiled block keeps beside its input; but no more than without
-      the two norm outputs and the product, which the compiler drops at any budget below 1.
+      the two norm outputs, the product and, with ``qk_norm``, q and k after RoPE, which the compiler drops at
+      any budget below 1: 2D + 2Q + 2K + 2H is left of a dense block.
     - ``op``: 3D + 2Q + 2K + 2H + RD: the input and the outputs of the seven matrix products and of attention.
     - full: D, the input; and one block whole while it is recomputed.
     - an integer n: every n-th block as in full, the others whole.
@@ -93,7 +94,8 @@ def activation_bytes(
     if mode == "none":
         per_token = n_layers * whole
     elif mode == "memory_budget":
-        light = whole - 2 * dim - hidden_dim if memory_budget < 1 else whole
+        dropped = 2 * dim + hidden_dim + qk_norm * (q_dim + kv_dim)
+        light = whole - dropped if memory_budget < 1 else whole
         kept = min(light, round(dim + memory_budget * (whole - dim)))
         per_token = n_layers * kept + (whole - kept)
     elif mode == "full":

@@ -17,5 +17,9 @@ And what rules of whole matrices need:
     second_moments, cholesky_qr    Dobb's refresh: statistics, and bases from them
     planes                         products of fp32 values by bf16 tensor cores, for these two
 
+And between ranks:
+
+    exchange_codes  what they sum in few bits: encode, sum, decode
+
 Nothing here knows of models, modules or meshes: tensors in, tensors changed in place.
 """

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "parallelisms": set(),
     "optim": {"kernels"},
-    "sync": set(),
+    "sync": {"kernels"},
     "forge": {"optim", "kernels", "sync"},
     "checkpoint": set(),
     "metrics": set(),

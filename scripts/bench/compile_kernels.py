@@ -46,6 +46,8 @@ from titanforge.kernels.codecs import CODECS
 from titanforge.kernels.config import _FEW_TOKENS, _FP32, _MANY_TOKENS, _MANY_TOKENS_HEAVY, _SMALL, TileConfig
 from titanforge.kernels.embedding import embedding_kernel
 from titanforge.kernels.epilogues import EPILOGUES, Epilogue
+from titanforge.kernels.exchange_codes import EXCHANGE_CODES, kernel_constants
+from titanforge.kernels.exchange_codes_kernel import decode_kernel, encode_kernel, sum_kernel
 from titanforge.kernels.flat import BLOCKS, flat_kernel
 from titanforge.kernels.row_norm_update import row_norm_update_kernel
 from titanforge.kernels.second_moments import take_sums_kernel
@@ -293,6 +295,20 @@ def _block_steps(types: dict[str, str], constants: dict[str, Any]) -> list[tuple
     return listed
 
 
+def exchange_jobs() -> list[tuple[str, Any, Specialisation]]:
+    """What replicas send in few bits: every code, in and out."""
+    types = {
+        **dict.fromkeys(("x_ptr", "out_ptr"), "*fp32"), **dict.fromkeys(("byte_ptr", "out_byte_ptr"), "*u8"),
+        **dict.fromkeys(("short_ptr", "out_short_ptr"), "*i16"), "factor": "fp32",
+        **dict.fromkeys(("blocks", "piece_bytes", "ranks"), "i32"),
+    }  # fmt: skip
+    return [
+        (f"exchange_codes/{kernel.fn.__name__}/{code.name}", kernel, (types, kernel_constants(code), {}))
+        for kernel in (encode_kernel, decode_kernel, sum_kernel)
+        for code in EXCHANGE_CODES.values()
+    ]
+
+
 def compile_one(
     function: Any, types: dict[str, Any], constants: dict[str, Any], options: dict[str, int]
 ) -> dict[str, Any]:
@@ -302,7 +318,7 @@ def compile_one(
     values = {(names.index(name),): constants.get(name) for name in names if signature[name] == "constexpr"}
     undivided = (
         "tensor_id", "E", "T", "group", "hyper_length", "panel", "panels", "alpha", "beta", "diagonal",
-        "omega", "scale", "decay",
+        "omega", "scale", "decay", "factor", "blocks", "piece_bytes", "ranks",
     )  # fmt: skip
     divisible = {
         (names.index(name),): [["tt.divisibility", 16]]
@@ -368,6 +384,7 @@ def jobs(quick: bool) -> list[tuple[str, Any, tuple[dict[str, Any], dict[str, An
     types = {"span_ptr": "*i64", "partial_ptr": "*fp32"}
     listed.append(("sum_squares", sum_squares_kernel, (types, {"CHUNK": 1024}, {"num_warps": 4})))
     listed += matrix_jobs()
+    listed += exchange_jobs()
     listed += gluon_jobs([adamw] if quick else list(EPILOGUES.values()), GLUON_RECIPES)
     stored = wgrad_source(adamw, "bf16", _FEW_TOKENS, masked=False, grouped=False, store=True)
     listed.append(("wgrad/store_gradient", wgrad_kernel, stored))

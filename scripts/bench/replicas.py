@@ -77,6 +77,16 @@ class ThreadGroup:
                 slot.copy_(total)
         self._meet()
 
+    @torch.no_grad()
+    def deal(self, output: Tensor, tensor: Tensor, piece: Callable[[Tensor, int], Tensor]) -> None:
+        """Fill row s of every replica's output with `piece(tensor of replica s, own rank)`."""
+        self._slots[self.rank()] = (output, tensor)
+        self._meet()
+        if self.rank() == 0:
+            for rank, (into, _) in enumerate(self._slots):
+                into.copy_(torch.stack([piece(own, rank) for _, own in self._slots]))
+        self._meet()
+
 
 class _Pending:
     """A reduction that happens when it is waited for: backward of all replicas may share one thread."""
@@ -116,6 +126,26 @@ class ThreadLedger(CommLedger):
             return
         self.record(axis, purpose, tensor.numel() * tensor.element_size())
         group.exchange(tensor, lambda slots: slots[group_src].clone())
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, group: Any, *, axis: str, purpose: str, async_op: bool = False
+    ) -> Any:
+        return self._deal(output, tensor, group, axis, purpose, async_op, lambda own, rank: own[rank])
+
+    def all_gather(
+        self, output: Tensor, tensor: Tensor, group: Any, *, axis: str, purpose: str, async_op: bool = False
+    ) -> Any:
+        return self._deal(output, tensor, group, axis, purpose, async_op, lambda own, rank: own)
+
+    def _deal(
+        self, output: Tensor, tensor: Tensor, group: Any, axis: str, purpose: str, async_op: bool, piece: Any
+    ) -> Any:
+        self.record(axis, purpose, output.numel() * output.element_size() // 2)
+        pending = _Pending(lambda: group.deal(output, tensor, piece))
+        if async_op:
+            return pending
+        pending.wait()
+        return None
 
 
 def _sum(slots: list[Tensor]) -> Tensor:

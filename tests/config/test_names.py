@@ -6,13 +6,14 @@ from titanforge.checkpoint import manager
 from titanforge.config.checkpoints import CHECKPOINT_PARTS
 from titanforge.config.datasets import DATASETS
 from titanforge.config.ranks import COORDINATE_RULES
-from titanforge.config.rules import MATRIX_RULES, RULE_KEYS
+from titanforge.config.rules import FOLDING_RULES, MATRIX_RULES, RULE_KEYS
 from titanforge.config.updates import TORCH_OPTIM_RULES
 from titanforge.config.validation import FORGE_KERNELS
 from titanforge.data import sources
 from titanforge.kernels.forms import AUTO, FORMS
 from titanforge.optim.baseline import BASELINE_RULES
 from titanforge.optim.registry import NESTEROV_RULES, RULES, build_rule
+from titanforge.optim.split import splits
 
 
 def test_rule_table_is_that_of_the_rules():
@@ -36,6 +37,9 @@ def test_rule_table_is_that_of_the_rules():
         assert options.read - {"lr", "weight_decay"} == keys - {"nesterov"}, name
         assert ("nesterov" in keys) == (name in NESTEROV_RULES), name
         assert (name in MATRIX_RULES) == rule.matrix_only, name
+        assert (name in FOLDING_RULES) == splits(rule), name
+        if "nesterov" in keys:
+            assert not splits(build_rule(name, momentum=0.9, nesterov=True)), name
 
 
 def test_dataset_names_are_those_of_the_sources():

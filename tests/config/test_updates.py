@@ -106,6 +106,26 @@ def test_policies_that_average_need_a_step_in_halves_and_plain_states():
     assert "finite" in refusal_of("--sync.threshold=inf")
 
 
+@pytest.mark.parametrize("rule", ["AdamW", "SGD", "Muon", "Dion"])
+def test_codes_are_for_what_is_formed_anew(rule):
+    codes = (REPLICAS, "--sync.exchange_dtype=int4", f"--optimizer.name={rule}")
+    assert validate(*codes, world_size=2) == []  # gradients
+    for policy in (["--sync.reduce=states"], ["--sync.policy=scheduled"], ["--sync.policy=rmmc"]):
+        nothing = rule == "SGD" or (rule == "AdamW" and "rmmc" in policy[0])
+        if nothing:
+            message = refusal_of(*codes, *policy, world_size=2)
+            assert message.startswith('sync.exchange_dtype = "int4": ') and '"float32"' in message
+        else:  # gradients of AdamW, or Dion's factors
+            assert validate(*codes, *policy, world_size=2) == []
+        if rule in ("Muon", "Dion"):
+            alone = [*codes, *policy, "--optimizer.scalar.name=SGD"]
+            assert "sync.exchange_dtype" in refusal_of(*alone, world_size=2)
+            below = [*alone, "--optimizer.dion.rank_fraction=0.25"]
+            if rule == "Dion":
+                assert validate(*below, world_size=2) == []
+                assert "sync.exchange_dtype" in refusal_of(*below, "--sync.low_rank=false", world_size=2)
+
+
 @pytest.mark.parametrize(
     "arguments, where, reason",
     [

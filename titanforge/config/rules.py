@@ -34,6 +34,10 @@ RULE_KEYS: dict[str, frozenset[str]] = {
 MATRIX_RULES = frozenset({"dion", "dobb", "muon", "rmnp", "scion"})
 """Rules that take matrices alone and leave the other weights to ``[optimizer.scalar]``."""
 
+FOLDING_RULES = frozenset({*MATRIX_RULES, "sgd"})
+"""Rules that fold a gradient into their momentum before replicas talk, unless with Nesterov; others take
+whole steps."""
+
 
 def rule_name(name: str) -> str:
     """The name of a rule as the tables here write it: any case, ``-`` as ``_``."""

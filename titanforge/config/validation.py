@@ -16,7 +16,7 @@ from titanforge.config.checkpoints import check_checkpoint
 from titanforge.config.datasets import check_data, check_validation
 from titanforge.config.effectless import effectless_settings
 from titanforge.config.ranks import check_ranks, slow_attention
-from titanforge.config.rules import rule_name
+from titanforge.config.rules import FOLDING_RULES, MATRIX_RULES, rule_name
 from titanforge.config.schema import refusal, show
 from titanforge.config.sections import JobConfig
 from titanforge.config.updates import check_dobb, check_optimizer, check_schedule
@@ -45,6 +45,7 @@ def validate_config(config: JobConfig, world_size: int, device_type: str) -> lis
     _check_forge(config, world_size, device_type)
     _check_cuda_graph(config, world_size, device_type)
     _check_sync(config)
+    _check_exchange(config)
     check_data(config)
     check_validation(config)
     warnings += check_checkpoint(config, world_size)
@@ -163,6 +164,30 @@ def _check_sync(config: JobConfig) -> None:
             key,
             "averages weights and states: set optimizer.state_dtype to float32 or bfloat16 and "
             f"optimizer.master_weights to none or float32, or {instead}",
+        )
+
+
+def _check_exchange(config: JobConfig) -> None:
+    """Codes are for what is formed anew at each exchange: a mean in few bits must not overwrite a state."""
+    sync, optimizer = config.sync, config.optimizer
+    if sync.exchange_dtype == "float32" or config.parallelism.data_parallel_replicate_degree == 1:
+        return
+    if sync.policy == "every_step" and sync.reduce == "gradients":
+        return
+    name = rule_name(optimizer.name)
+    folds = [name in FOLDING_RULES and not optimizer.nesterov]
+    if name in MATRIX_RULES:
+        folds.append(rule_name(optimizer.scalar.name) in FOLDING_RULES)
+    # Where nothing folds, rmmc decides by states of whole steps, which take no mean gradient.
+    gradients = not all(folds) and (any(folds) or sync.policy != "rmmc")
+    factors = name == "dion" and sync.low_rank and optimizer.dion.rank_fraction < 1
+    if not (gradients or factors):
+        raise refusal(
+            config,
+            "sync.exchange_dtype",
+            "replicas would average states and weights alone, which go as float32: set it to "
+            '"float32", or take optimizer.name = "Dion" with optimizer.dion.rank_fraction below 1, or '
+            'sync.policy = "every_step" with sync.reduce = "gradients"',
         )
 
 

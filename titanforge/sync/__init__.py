@@ -1,6 +1,7 @@
 """When replicas talk: policies that own every collective over dp_replicate, and the ledger of them all.
 
-Imports torch only. A policy sees a model, a process group and the ledger; it knows no optimizer.
+Imports torch, and kernels for the codes of what is sent. A policy sees a model, a process group and the
+ledger; it knows no optimizer.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from titanforge.kernels.exchange_codes import BLOCK, ExchangeCode, padded
+from titanforge.sync.encoded import EncodedSum
 from titanforge.sync.ledger import CommLedger
 from titanforge.sync.policy import REPLICATE_AXIS
 
@@ -28,28 +30,48 @@ def average(
     purpose: str,
     bucket_elements: int,
     measure: bool = False,
+    code: ExchangeCode | None = None,
 ) -> Tensor | None:
     """Overwrite local tensors with their mean over the replicas, in fp32; the same bits on each of them.
 
     share: this replica's weight in the mean; those of all replicas add up to 1.
+    code: send codes in place of fp32 (`EncodedSum`), of blocks along the tensors' last axis.
     measure: return fp32 [2]: the squares of (own - mean) and of the mean, summed over the tensors.
     """
     squares = torch.zeros(2, dtype=torch.float32, device=tensors[0].device) if measure and tensors else None
     for bucket in _buckets(tensors, bucket_elements):
-        total = sum(tensor.numel() for tensor in bucket)
-        buffer = torch.empty(total, dtype=torch.float32, device=bucket[0].device)
-        pieces = [
-            piece.view(tensor.shape)
-            for piece, tensor in zip(buffer.split([tensor.numel() for tensor in bucket]), bucket)
-        ]
+        buffer, pieces = one_buffer(bucket, code, group.size())
         torch._foreach_copy_(pieces, bucket)  # pyright: ignore[reportPrivateImportUsage]
         own = buffer.clone() if squares is not None else None
-        buffer.mul_(share)
-        ledger.all_reduce(buffer, group, axis=REPLICATE_AXIS, purpose=purpose)
+        if code is None:
+            buffer.mul_(share)
+            ledger.all_reduce(buffer, group, axis=REPLICATE_AXIS, purpose=purpose)
+        else:
+            encoded = EncodedSum(buffer, code, group, ledger, purpose)
+            encoded.scatter(share)
+            encoded.wait()
         torch._foreach_copy_(bucket, pieces)  # pyright: ignore[reportPrivateImportUsage]
         if squares is not None and own is not None:
             squares += torch.stack([(own - buffer).square().sum(), buffer.square().sum()])
     return squares
+
+
+def one_buffer(
+    tensors: Sequence[Tensor], code: ExchangeCode | None, ranks: int
+) -> tuple[Tensor, list[Tensor]]:
+    """An fp32 buffer for tensors, one after the other, and its views in their shapes. Not filled.
+
+    code: that it is sent with: then each tensor begins a block of its own, and what is between is zero.
+    """
+    sizes = [tensor.numel() for tensor in tensors]
+    if code is None:
+        buffer = torch.empty(sum(sizes), dtype=torch.float32, device=tensors[0].device)
+        pieces = buffer.split(sizes)
+    else:
+        slots = [-(-size // BLOCK) * BLOCK for size in sizes]
+        buffer = torch.zeros(padded(sum(slots), ranks), dtype=torch.float32, device=tensors[0].device)
+        pieces = [slot[:size] for size, slot in zip(sizes, buffer[: sum(slots)].split(slots))]
+    return buffer, [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
 
 
 @torch.no_grad()

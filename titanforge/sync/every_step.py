@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from titanforge.sync.averaging import local_part
+from titanforge.kernels.exchange_codes import ExchangeCode
+from titanforge.sync.averaging import local_part, one_buffer
+from titanforge.sync.encoded import EncodedSum
 from titanforge.sync.ledger import CommLedger, Pending
 from titanforge.sync.policy import REPLICATE_AXIS, Replication, SyncPolicy
 
@@ -26,13 +28,19 @@ class _Bucket:
     params: list[nn.Parameter]
     ready: set[int] = field(default_factory=set)
     buffer: Tensor | None = None
+    pieces: list[Tensor] = field(default_factory=list)  # of the buffer, in the parameters' local shapes
     work: Pending | None = None
+    encoded: EncodedSum | None = None
     events: list[torch.cuda.Event] = field(default_factory=list)
     done: bool = False
 
     @property
     def launched(self) -> bool:
         return self.buffer is not None or self.done
+
+    def let_go(self) -> None:
+        self.buffer = self.work = self.encoded = None
+        self.pieces = []
 
 
 class BackwardOptimizer(Protocol):
@@ -65,12 +73,14 @@ class EveryStep(SyncPolicy):
     there is of the gradient.
 
     bucket_mib: size of one reduction, in MiB of fp32.
+    code: send codes in place of fp32 (`EncodedSum`): the first half of an exchange leaves with its bucket,
+        the second with the next one.
     """
 
-    def __init__(self, bucket_mib: float = 32.0) -> None:
+    def __init__(self, bucket_mib: float = 32.0, code: ExchangeCode | None = None) -> None:
         if not bucket_mib > 0:
             raise ValueError(f"sync.bucket_mib must be positive, not {bucket_mib}")
-        self._bucket_elements = max(1, int(bucket_mib * 2**20 / 4))
+        self._bucket_elements, self._code = max(1, int(bucket_mib * 2**20 / 4)), code
         self._group: ProcessGroup | None = None
         self._ledger = CommLedger()
         self._optimizer: BackwardOptimizer | None = None
@@ -146,11 +156,12 @@ class EveryStep(SyncPolicy):
         for event in bucket.events:
             event.wait()
         bucket.events.clear()
+        assert self._group is not None
         locals_ = [local_part(param.detach()) for param in bucket.params]
-        total = sum(local.numel() for local in locals_)
-        buffer = torch.zeros(total, dtype=torch.float32, device=locals_[0].device)
+        buffer, bucket.pieces = one_buffer(locals_, self._code, self._group.size())
+        buffer.zero_()
         targets, sources = [], []
-        for param, piece in zip(bucket.params, self._pieces(buffer, locals_)):
+        for param, piece in zip(bucket.params, bucket.pieces):
             if param.grad is not None:
                 targets.append(piece)
                 sources.append(local_part(param.grad))
@@ -162,27 +173,31 @@ class EveryStep(SyncPolicy):
                     param.grad = None
         bucket.buffer = buffer
         # Empty shards are empty on every replica of them, so none waits for the others here.
-        if total > 0:
+        if buffer.numel() and self._code is None:
             bucket.work = self._ledger.all_reduce(
                 buffer, self._group, axis=REPLICATE_AXIS, purpose=_PURPOSE, async_op=True
             )
+        elif buffer.numel() and self._code is not None:
+            bucket.encoded = EncodedSum(buffer, self._code, self._group, self._ledger, _PURPOSE)
+            bucket.encoded.scatter(async_op=True)
         self._next_bucket += 1
-        if self._optimizer is not None and self._next_bucket > 1:
-            self._finish(self._buckets[self._next_bucket - 2])
+        before = self._buckets[max(self._next_bucket - 3, 0) : self._next_bucket - 1]
+        if before and (encoded := before[-1].encoded) is not None:
+            encoded.gather(async_op=True)
+            before.pop()
+        if self._optimizer is not None and before:
+            self._finish(before[-1])
 
     def _finish(self, bucket: _Bucket) -> None:
         """Wait for a bucket's sums and hand them over."""
         if bucket.buffer is not None:
             if bucket.work is not None:
                 bucket.work.wait()
+            if bucket.encoded is not None:
+                bucket.encoded.wait()
             self._write_back(bucket, bucket.buffer)
-            bucket.buffer = bucket.work = None
+            bucket.let_go()
             bucket.done = True
-
-    @staticmethod
-    def _pieces(buffer: Tensor, locals_: list[Tensor]) -> list[Tensor]:
-        pieces = buffer.split([local.numel() for local in locals_])
-        return [piece.view(local.shape) for piece, local in zip(pieces, locals_)]
 
     def begin_step(
         self, num_micro_batches: int, tokens_by_replica: Sequence[int] = (), agreed: bool = True
@@ -194,7 +209,7 @@ class EveryStep(SyncPolicy):
         for bucket in self._buckets:
             bucket.ready.clear()
             bucket.events.clear()
-            bucket.buffer = bucket.work = None
+            bucket.let_go()
             bucket.done = False
 
     def before_backward(self, micro_batch_index: int) -> None:
@@ -213,10 +228,9 @@ class EveryStep(SyncPolicy):
             self._finish(bucket)
 
     def _write_back(self, bucket: _Bucket, buffer: Tensor) -> None:
-        pieces = self._pieces(buffer, [local_part(param.detach()) for param in bucket.params])
         targets, sources = [], []
         taken = []
-        for param, piece in zip(bucket.params, pieces):
+        for param, piece in zip(bucket.params, bucket.pieces):
             if self._optimizer is not None and self._optimizer.takes(param):
                 taken.append((param, piece))
                 continue

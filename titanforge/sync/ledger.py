@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 # The older name warns where the newer one exists.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -84,7 +85,9 @@ class CommLedger:
     """Counts collectives by mesh axis and purpose.
 
     Bytes are the payload on this rank: the full tensor of an all-reduce or broadcast, the input of a
-    reduce-scatter. They do not depend on the algorithm that moves them. Collectives that are issued elsewhere
+    reduce-scatter. They do not depend on the algorithm that moves them: of an all-reduce each of N ranks
+    sends 2 (N - 1) / N of them around a ring. An all-to-all and an all-gather are the halves of an all-reduce
+    here, send half of that, and count half of the full tensor each. Collectives that are issued elsewhere
     (ring, all-to-all, pipeline, a split vocabulary, sharded matrices) are told to `record`. What PyTorch
     issues by itself (FSDP2's gathers and reductions) is not in here, nor the activations that tensor
     parallelism exchanges between blocks, in compiled graphs too, and its sums of norms' gradients, nor what a
@@ -251,6 +254,54 @@ class CommLedger:
             return self._pending(work, "reduce-scatter", purpose, axis, tensor.device)
         with self.waited("reduce-scatter", purpose, axis, tensor.device):
             _reduce_scatter(output, tensor, group=group)
+        return None
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        group: ProcessGroup,
+        *,
+        axis: str,
+        purpose: str,
+        async_op: bool = False,
+    ) -> Pending | None:
+        """Send each rank its row of `tensor` [ranks, *]; row r of `output` is what rank r has sent. Returns
+        the `Pending` to wait for if `async_op`.
+        """
+        return self._half(
+            dist.all_to_all_single, "all-to-all", output, tensor, group, axis, purpose, async_op
+        )
+
+    def all_gather(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        group: ProcessGroup,
+        *,
+        axis: str,
+        purpose: str,
+        async_op: bool = False,
+    ) -> Pending | None:
+        """Row r of `output` [ranks, *] is the `tensor` [*] of rank r; returns the `Pending` to wait for if
+        `async_op`.
+        """
+        gathered = output.view(-1)  # gloo takes no rows
+        return self._half(_all_gather, "all-gather", gathered, tensor, group, axis, purpose, async_op)
+
+    def _half(
+        self, collective: Callable[..., Work | None], operation: str, output: Tensor, tensor: Tensor,
+        group: ProcessGroup, axis: str, purpose: str, async_op: bool,
+    ) -> Pending | None:  # fmt: skip
+        """One half of an all-reduce, of which `output` has the size."""
+        self.record(axis, purpose, output.numel() * output.element_size() // 2)
+        self.latest = f"the {operation} of {purpose} over {axis}"
+        if async_op:
+            with self.named_failure(operation, purpose, axis):
+                work = collective(output, tensor, group=group, async_op=True)
+            return self._pending(work, operation, purpose, axis, tensor.device)
+        with self.waited(operation, purpose, axis, tensor.device):
+            collective(output, tensor, group=group)
         return None
 
     def _pending(

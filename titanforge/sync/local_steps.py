@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from titanforge.kernels.exchange_codes import ExchangeCode
 from titanforge.sync.averaging import average, local_part, share_copies
 from titanforge.sync.ledger import CommLedger
 from titanforge.sync.policy import (
@@ -47,6 +48,8 @@ class LocalSteps(SyncPolicy):
     low_rank: at a sync reduce momenta by their factors where the rule can (Dion). The update is that of the
         mean; the momenta themselves stay apart, with the same mean, until a forced sync averages them.
     bucket_mib: size of one reduction, in MiB of fp32.
+    code: how what is formed anew for each exchange is sent: factors, and gradients of the rules that take
+        whole steps. States and weights, which the mean overwrites, go as fp32 always.
     """
 
     name = "local"
@@ -60,8 +63,9 @@ class LocalSteps(SyncPolicy):
         average_parameters: bool = True,
         low_rank: bool = True,
         bucket_mib: float = 32.0,
+        code: ExchangeCode | None = None,
     ) -> None:
-        self._local, self._low_rank = local or LocalUpdate(), low_rank
+        self._local, self._low_rank, self._code = local or LocalUpdate(), low_rank, code
         self._warmup_steps, self._max_interval = warmup_steps, max_interval
         self._average_parameters = average_parameters
         self._bucket_elements = max(1, int(bucket_mib * 2**20 / 4))
@@ -287,18 +291,26 @@ class LocalSteps(SyncPolicy):
         average(
             [local_part(param.grad) for param in self._stepping if param.grad is not None],
             _share(self._step_tokens, self._replica), self._group, self._ledger,
-            purpose="gradients", bucket_elements=self._bucket_elements,
+            purpose="gradients", bucket_elements=self._bucket_elements, code=self._code,
         )  # fmt: skip
 
-    def _mean(self, tensors: Sequence[Tensor], purpose: str, measure: bool = False) -> Tensor | None:
+    def _mean(
+        self,
+        tensors: Sequence[Tensor],
+        purpose: str,
+        measure: bool = False,
+        code: ExchangeCode | None = None,
+    ) -> Tensor | None:
         assert self._group is not None
         return average(
             tensors, self._share, self._group, self._ledger,
-            purpose=purpose, bucket_elements=self._bucket_elements, measure=measure,
+            purpose=purpose, bucket_elements=self._bucket_elements, measure=measure, code=code,
         )  # fmt: skip
 
     def _mean_of_factors(self, tensors: Sequence[Tensor]) -> None:
-        self._mean(tensors, "factors")
+        # Columns of a factor are of very different sizes, so that blocks of codes go along one.
+        along = tensors if self._code is None else [tensor.mT for tensor in tensors]
+        self._mean(along, "factors", code=self._code)
 
     def _mean_of_weights(self, weights: list[Tensor]) -> Tensor | float:
         """Returns the drift: root mean square over replicas of |W_r - mean|, relative to |mean|."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from titanforge.kernels.exchange_codes import EXCHANGE_CODES
 from titanforge.sync.every_step import EveryStep
 from titanforge.sync.local_steps import StatesEveryStep
 from titanforge.sync.policy import LocalUpdate, LocalUpdateKind, SyncPolicy
@@ -19,6 +20,8 @@ class SyncOptions(Protocol):
     def policy(self) -> str: ...
     @property
     def reduce(self) -> str: ...
+    @property
+    def exchange_dtype(self) -> str: ...
     @property
     def local_update(self) -> LocalUpdateKind: ...
 
@@ -40,13 +43,15 @@ def _local_options(options: SyncOptions) -> dict[str, Any]:
         "average_parameters": options.average_parameters,
         "low_rank": options.low_rank,
         "bucket_mib": options.bucket_mib,
+        "code": EXCHANGE_CODES.get(options.exchange_dtype),
     }
 
 
 def _every_step(options: SyncOptions) -> SyncPolicy:
+    code = EXCHANGE_CODES.get(options.exchange_dtype)
     if options.reduce == "states":
-        return StatesEveryStep(low_rank=options.low_rank, bucket_mib=options.bucket_mib)
-    return EveryStep(options.bucket_mib)
+        return StatesEveryStep(low_rank=options.low_rank, bucket_mib=options.bucket_mib, code=code)
+    return EveryStep(options.bucket_mib, code)
 
 
 POLICIES: dict[str, Callable[[SyncOptions], SyncPolicy]] = {

@@ -1,0 +1,71 @@
+"""Sums over replicas in few bits: an all-to-all of codes, the sum of one's own piece, an all-gather of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from titanforge.kernels.exchange_codes import ExchangeCode, decode, encode, sum_pieces
+from titanforge.sync.ledger import CommLedger, Pending
+from titanforge.sync.policy import REPLICATE_AXIS
+
+
+@dataclass
+class EncodedSum:
+    """An all-reduce over replicas whose values are sent as codes: see `titanforge.kernels.exchange_codes`.
+
+    Three calls, in one order on all ranks: `scatter`, `gather`, `wait`. Each waits for the one before, so
+    that other sums may be under way in between; `wait` gathers if nobody has.
+
+    buffer: fp32 [values], whole blocks for each rank (`exchange_codes.padded`): after `wait` the sum, the
+    same bits on all ranks.
+    """
+
+    buffer: Tensor
+    code: ExchangeCode
+    group: ProcessGroup
+    ledger: CommLedger
+    purpose: str
+    _codes: Tensor | None = None
+    _received: Tensor | None = None
+    _pending: Pending | None = None
+    _gathers: bool = False
+
+    def scatter(self, factor: float = 1.0, async_op: bool = False) -> None:
+        """Send each rank its piece of factor * buffer."""
+        self._codes = encode(self.buffer, self.code, self.group.size(), factor)
+        self._received = self._codes.new_empty(self._codes.shape)
+        self._pending = self.ledger.all_to_all(
+            self._received, self._codes, self.group,
+            axis=REPLICATE_AXIS, purpose=self.purpose, async_op=async_op,
+        )  # fmt: skip
+
+    def gather(self, async_op: bool = False) -> None:
+        """Send the sum of the own piece to all."""
+        assert self._codes is not None and self._received is not None
+        self._arrive(self._received)
+        own = sum_pieces(self._received, self.code, self.buffer.numel() // self.group.size())
+        self._received, self._gathers = own, True  # held until it was sent
+        self._pending = self.ledger.all_gather(
+            self._codes, own, self.group, axis=REPLICATE_AXIS, purpose=self.purpose, async_op=async_op
+        )
+
+    def wait(self) -> None:
+        """Fill the buffer with the sum."""
+        if not self._gathers:
+            self.gather()
+        assert self._codes is not None
+        self._arrive(self._codes)
+        decode(self._codes, self.code, self.buffer)
+        self._codes = self._received = None
+
+    def _arrive(self, codes: Tensor) -> None:
+        """Wait for the collective that fills `codes`, which may lie in memory of another stream."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        if codes.is_cuda:
+            codes.record_stream(torch.cuda.current_stream(codes.device))

@@ -96,7 +96,7 @@ def test_a_compiled_head() -> None:
     compiled.output.compile(backend="eager")
     first, second = fuse(plain, options_of()), fuse(compiled, options_of())
     sink = second._sinks["tok_embeddings.weight"]
-    assert isinstance(sink, TiedSink) and sink.gradient is not head.logits_gradient
+    assert isinstance(sink, TiedSink) and sink.turn is not head.turn_into_gradient
     assert train(plain, first, 0, 2) == pytest.approx(train(compiled, second, 0, 2), abs=1e-6)
     assert largest_difference(weights(plain), weights(compiled)) < 2e-6
 

@@ -43,24 +43,13 @@ def _chunks(tokens: int, vocab_size: int) -> Iterator[tuple[int, int]]:
         yield first, min(rows, vocab_size - first)
 
 
-def logits_gradient(logits_NR: Tensor, lse_N1: Tensor, column_N1: Tensor, scale_N1: Tensor) -> Tensor:
-    """Gradient of `scale · loss` by a chunk's logits, in their dtype.
+def turn_into_gradient(logits_NR: Tensor, lse_N1: Tensor, column_N1: Tensor, scale_N1: Tensor) -> None:
+    """The gradient of `scale · loss` by a chunk's logits, in their own place.
 
     column: the label's column in this chunk; outside of 0 … R-1 it is in another. scale: 0 for a token that
-    is not counted. The label's own `p - 1` is formed by expm1, so that a confident token keeps its gradient.
+    is not counted. The label's own `p - 1` is formed by expm1, so that a confident token keeps its gradient:
+    for all elements, as in place no element may read another's, and compiled this reads and writes each once.
     """
-    log_p_NR = logits_NR.float() - lse_N1
-    inside_N1 = (column_N1 >= 0) & (column_N1 < logits_NR.shape[1])
-    column_N1 = column_N1.clamp(0, logits_NR.shape[1] - 1)
-    log_p_N1 = log_p_NR.gather(1, column_N1)
-    p_NR = log_p_NR.exp()
-    own_N1 = torch.where(inside_N1, torch.expm1(log_p_N1), log_p_N1.exp())
-    gradient_NR = p_NR.scatter(1, column_N1, own_N1) * scale_N1
-    return torch.where(scale_N1 == 0, 0.0, gradient_NR).to(logits_NR.dtype)
-
-
-def turn_into_gradient(logits_NR: Tensor, lse_N1: Tensor, column_N1: Tensor, scale_N1: Tensor) -> None:
-    """`logits_gradient` in the logits' own place: elementwise, as no other column may be read meanwhile."""
     log_p_NR = logits_NR.float() - lse_N1
     own_NR = torch.arange(logits_NR.shape[1], device=logits_NR.device) == column_N1
     gradient_NR = torch.where(own_NR, torch.expm1(log_p_NR), log_p_NR.exp()) * scale_N1
@@ -72,7 +61,7 @@ def logits_summary(
 ) -> tuple[Tensor, Tensor]:
     """A chunk's logits added to (log-sum-exp so far, the label's own logit so far), both fp32.
 
-    column: as for `logits_gradient`.
+    column: as for `turn_into_gradient`.
     """
     logits_NR = logits_NR.float()
     inside_N1 = (column_N1 >= 0) & (column_N1 < logits_NR.shape[1])
@@ -187,12 +176,10 @@ class Tokens:
 class HeadSink(Sink):
     """The sink of a linear that owns the loss.
 
-    summary, gradient, turn: `logits_summary`, `logits_gradient` and `turn_into_gradient`, or their compiled
-    forms.
+    summary, turn: `logits_summary` and `turn_into_gradient`, or their compiled forms.
     """
 
     summary: Callable[..., tuple[Tensor, Tensor]] = logits_summary
-    gradient: Callable[..., Tensor] = logits_gradient
     turn: Callable[..., None] = turn_into_gradient
     _waiting: list[Tokens] = field(default_factory=list)
 
@@ -201,7 +188,6 @@ class HeadSink(Sink):
         options = getattr(head, "compile_options", None)
         if options is not None:
             self.summary = torch.compile(logits_summary, *options[0], **options[1])
-            self.gradient = torch.compile(logits_gradient, *options[0], **options[1])
             self.turn = torch.compile(turn_into_gradient, *options[0], **options[1])
 
     def product(self, dy: Tensor, x: Tensor) -> None:
@@ -284,7 +270,8 @@ class HeadSink(Sink):
         if tokens.gradient is not None:
             return tokens.gradient[:, first : first + rows], weight_RD
         logits_NR = F.linear(tokens.hidden, weight_RD)
-        return self.gradient(logits_NR, tokens.lse, tokens.labels - first, tokens.scale), weight_RD
+        self.turn(logits_NR, tokens.lse, tokens.labels - first, tokens.scale)
+        return logits_NR, weight_RD
 
     def finish(self) -> None:
         if not self.done and self._waiting:

@@ -72,14 +72,18 @@ class CudaGraph:
     def capture(self, launch: Callable[[], Result]) -> Result:
         torch.cuda.synchronize(self.device)
         # The graph takes memory of its own. What earlier steps left in the cache is needed for it, and
-        # so are cuBLAS's workspaces, 32 MiB for each stream and thread that it has seen.
+        # so are cuBLAS's workspaces, 32 MiB for each stream and thread that it has seen. Of its own it needs
+        # one: backward is recorded from this thread, not from one of autograd's.
         torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportAttributeAccessIssue]
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         graph = torch.cuda.CUDAGraph()
         # Relaxed: other threads (loading, saving) may go on, and tables are uploaded on a stream of their
         # own.
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="relaxed"):
+        with (
+            torch.cuda.graph(graph, stream=self.stream, capture_error_mode="relaxed"),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             result = launch()
         self._graph = graph
         self.peak_bytes = torch.cuda.max_memory_allocated(self.device)

@@ -15,6 +15,11 @@ With a the largest magnitude of a block, the scale s is a / levels rounded up to
 half to even: an error of at most s / 2, of which scales that round up leave nothing to be cut off. Scales
 below the smallest normal number (2^-126) make a block of zeros. A value that is not finite makes its block
 NaN.
+
+Differences. Of values that change little from one exchange to the next, with `Sent`, a rank encodes what they
+differ by from what it has sent so far, and an owner what the sum differs by from what all were told: codes
+are then a part of the change off, not of the values, and what one exchange has rounded away the next one
+sends (EF21, Richtarik, Sokolov, Fatkhullin 2021). A block that was told as NaN begins anew.
 """
 
 from __future__ import annotations
@@ -64,6 +69,24 @@ def padded(values: int, ranks: int) -> int:
     return cdiv(values, ranks * BLOCK) * ranks * BLOCK
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What earlier exchanges of one buffer have sent; fp32, zeros at first.
+
+    own: [values], by this rank. sum: [values / ranks], of its own piece by all ranks. told: [values], the
+    sums as all ranks have decoded them; where it is NaN nothing was sent.
+    """
+
+    own: Tensor
+    sum: Tensor
+    told: Tensor
+
+    @classmethod
+    def nothing(cls, values: int, ranks: int, device: torch.device | None = None) -> Sent:
+        own, told = torch.zeros(2, values, device=device).unbind(0)
+        return cls(own, torch.zeros(values // ranks, device=device), told)
+
+
 def _check(code: ExchangeCode, encoded: Tensor, values: int) -> None:
     """Of [pieces, bytes] for `values` in all."""
     pieces = len(encoded)
@@ -75,64 +98,81 @@ def _check(code: ExchangeCode, encoded: Tensor, values: int) -> None:
         raise ValueError(f"codes are contiguous bytes, not {encoded.dtype} with strides {encoded.stride()}")
 
 
-def encode(x: Tensor, code: ExchangeCode, pieces: int, factor: float = 1.0) -> Tensor:
-    """The codes, uint8 [pieces, bytes], of factor * x; x: fp32 [values], whole blocks for each piece."""
+def encode(
+    x: Tensor, code: ExchangeCode, pieces: int, factor: float = 1.0, sent: Sent | None = None
+) -> Tensor:
+    """The codes, uint8 [pieces, bytes], of factor * x; x: fp32 [values], whole blocks for each piece.
+
+    sent: encode the difference from what was sent, and note it there.
+    """
     values = x.numel()
     encoded = torch.empty((pieces, code.piece_bytes(values // pieces)), dtype=torch.uint8, device=x.device)
     _check(code, encoded, values)
     if x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"codes are of contiguous fp32 values, not of {x.dtype}")
     if not runs_triton(x):
-        encoded.copy_(encode_reference(x.view(pieces, -1) * factor, code))
+        before = None if sent is None else torch.where(sent.told.isnan(), 0.0, sent.own)
+        new = x * factor if before is None else x * factor - before
+        encoded.copy_(encode_reference(new.view(pieces, -1), code))
+        if sent is not None and before is not None:
+            sent.own.copy_(before + decode_reference(encoded, code, values // pieces).view(-1))
         return encoded
     blocks = values // pieces // BLOCK
+    own, told = (None, None) if sent is None else (sent.own, sent.told)
     encode_kernel[(cdiv(blocks, _ROWS), pieces)](
-        x,
-        encoded,
-        encoded.view(torch.int16),
-        blocks,
-        encoded.shape[1],
-        factor,
-        **kernel_constants(code),
-        **LAUNCH_OPTIONS,
-    )
+        x, own, told, encoded, encoded.view(torch.int16), blocks, encoded.shape[1], factor,
+        **kernel_constants(code), **LAUNCH_OPTIONS,
+    )  # fmt: skip
     return encoded
 
 
-def sum_pieces(received: Tensor, code: ExchangeCode, values: int) -> Tensor:
-    """The codes, uint8 [bytes], of the sum of pieces [ranks, bytes] of so many values each, by rank."""
+def sum_pieces(
+    received: Tensor, code: ExchangeCode, values: int, sent: Sent | None = None, rank: int = 0
+) -> Tensor:
+    """The codes, uint8 [bytes], of the sum of pieces [ranks, bytes] of so many values each, by rank.
+
+    sent: pieces are differences, and so are the codes: of this rank's piece.
+    """
     _check(code, received, values * len(received))
+    told = None if sent is None else sent.told[rank * values :][:values]
     if not runs_triton(received):
         total = torch.zeros(values, device=received.device)
+        if sent is not None and told is not None:
+            total = torch.where(told.isnan(), 0.0, sent.sum)
         for piece in received:
             total += decode_reference(piece[None], code, values)[0]
+        if sent is not None and told is not None:
+            sent.sum.copy_(total)
+            total = total - torch.where(told.isnan(), 0.0, told)
         return encode_reference(total[None], code)[0]
     out = torch.empty_like(received[0])
     blocks = values // BLOCK
     sum_kernel[(cdiv(blocks, _ROWS),)](
-        received, received.view(torch.int16), out, out.view(torch.int16), len(received), blocks,
-        received.shape[1], **kernel_constants(code), **LAUNCH_OPTIONS,
+        received, received.view(torch.int16), None if sent is None else sent.sum, told,
+        out, out.view(torch.int16), len(received), blocks, received.shape[1],
+        **kernel_constants(code), **LAUNCH_OPTIONS,
     )  # fmt: skip
     return out
 
 
-def decode(encoded: Tensor, code: ExchangeCode, out: Tensor) -> None:
-    """Fill `out`, fp32 [values], from the codes of its pieces, uint8 [pieces, bytes]."""
+def decode(encoded: Tensor, code: ExchangeCode, out: Tensor, sent: Sent | None = None) -> None:
+    """Fill `out`, fp32 [values], from the codes of its pieces, uint8 [pieces, bytes].
+
+    sent: codes are differences from what was told; note it there.
+    """
     pieces, values = len(encoded), out.numel()
     _check(code, encoded, values)
     if not runs_triton(out):
         out.copy_(decode_reference(encoded, code, values // pieces).view(-1))
+        if sent is not None:
+            out.add_(torch.where(sent.told.isnan(), 0.0, sent.told))
+            sent.told.copy_(out)
         return
     blocks = values // pieces // BLOCK
     decode_kernel[(cdiv(blocks, _ROWS), pieces)](
-        encoded,
-        encoded.view(torch.int16),
-        out,
-        blocks,
-        encoded.shape[1],
-        **kernel_constants(code),
-        **LAUNCH_OPTIONS,
-    )
+        encoded, encoded.view(torch.int16), out, None if sent is None else sent.told, blocks,
+        encoded.shape[1], **kernel_constants(code), **LAUNCH_OPTIONS,
+    )  # fmt: skip
 
 
 def kernel_constants(code: ExchangeCode) -> dict[str, object]:

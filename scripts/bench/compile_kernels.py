@@ -296,17 +296,20 @@ def _block_steps(types: dict[str, str], constants: dict[str, Any]) -> list[tuple
 
 
 def exchange_jobs() -> list[tuple[str, Any, Specialisation]]:
-    """What replicas send in few bits: every code, in and out."""
+    """What replicas send in few bits: every code, in and out, and differences from what was sent."""
     types = {
         **dict.fromkeys(("x_ptr", "out_ptr"), "*fp32"), **dict.fromkeys(("byte_ptr", "out_byte_ptr"), "*u8"),
         **dict.fromkeys(("short_ptr", "out_short_ptr"), "*i16"), "factor": "fp32",
         **dict.fromkeys(("blocks", "piece_bytes", "ranks"), "i32"),
     }  # fmt: skip
+    sent = dict.fromkeys(("own_ptr", "sum_ptr", "told_ptr"), "*fp32")
     return [
-        (f"exchange_codes/{kernel.fn.__name__}/{code.name}", kernel, (types, kernel_constants(code), {}))
+        (f"exchange_codes/{kernel.fn.__name__}/{code.name}{name}", kernel,
+        ({**types, **more}, kernel_constants(code), {}))
         for kernel in (encode_kernel, decode_kernel, sum_kernel)
         for code in EXCHANGE_CODES.values()
-    ]
+        for name, more in (("", {}), ("/differences", sent))
+    ]  # fmt: skip
 
 
 def compile_one(

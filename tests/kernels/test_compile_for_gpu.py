@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = {
     "wgrad/few_tokens/adamw/bf16": (4, 128),
     "flat/adamw/int8": (0, 128),
-    "exchange_codes/sum_kernel/int4": (0, 0),
+    "exchange_codes/sum_kernel/int4/differences": (0, 0),
     "pp2/adamw/bf16": (16, 128),
     # All that pp2 has: experts, codes of a byte seen as pairs, random bits.
     "pp2/adamw/int8_sr/experts": (16, 256),

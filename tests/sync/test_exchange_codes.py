@@ -15,6 +15,7 @@ from titanforge.config.sections import DionOptions
 from titanforge.kernels.exchange_codes import BLOCK, EXCHANGE_CODES, padded
 from titanforge.sync import CommLedger, EveryStep, Replication, Scheduled, StatesEveryStep
 from titanforge.sync.averaging import average
+from titanforge.sync.encoded import SentBefore
 
 LOW_RANK: dict[str, Any] = {"rule": "dion", "dion": DionOptions(rank_fraction=0.34)}  # r = 2 of 6 x 6
 INT4, INT8 = EXCHANGE_CODES["int4"], EXCHANGE_CODES["int8"]
@@ -54,6 +55,25 @@ def mean_in_codes(rank: int, world_size: int) -> None:
         values = padded(320 + 64 + 640, world_size)
         sent = ledger.total("dp_replicate", "factors")
         assert (sent.bytes, sent.count) == (values * code.bits // 8 + 2 * values // 64 * bool(code.levels), 2)
+
+
+def differences_from_before(rank: int, world_size: int) -> None:
+    """Two exchanges a step, of values that change little: what is rounded away is sent in a later step."""
+    sent, generator, errors = SentBefore(), torch.Generator().manual_seed(rank), []
+    own = [torch.randn(4, 100, generator=generator), torch.randn(30, generator=generator)]
+    for _ in range(5):
+        sent.begin_step()
+        for tensor in own:
+            tensor += 1e-3 * torch.randn(tensor.shape, generator=generator)
+            exact, told = tensor / world_size, tensor.clone()
+            dist.all_reduce(exact)
+            average(
+                [told], 1 / world_size, dist.group.WORLD, CommLedger(),
+                purpose="factors", bucket_elements=10**6, code=INT4, sent=sent,
+            )  # fmt: skip
+            assert differences(dist.group.WORLD, {"told": told}) == []
+            errors.append(float((told - exact).abs().amax()))
+    assert max(errors[-2:]) < 0.1 * min(errors[:2])
 
 
 def not_a_number(rank: int, world_size: int) -> None:
@@ -190,8 +210,8 @@ def _as_threads(rank: int, world_size: int, policy: Any, options: dict[str, Any]
 
 
 CHECKS = (
-    mean_in_codes, not_a_number, states_every_step, states_and_weights_stay, buckets, over_shards, resumed,
-    as_threads,
+    mean_in_codes, differences_from_before, not_a_number, states_every_step, states_and_weights_stay, buckets,
+    over_shards, resumed, as_threads,
 )  # fmt: skip
 
 

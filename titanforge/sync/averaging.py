@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from titanforge.kernels.exchange_codes import BLOCK, ExchangeCode, padded
-from titanforge.sync.encoded import EncodedSum
+from titanforge.sync.encoded import EncodedSum, SentBefore
 from titanforge.sync.ledger import CommLedger
 from titanforge.sync.policy import REPLICATE_AXIS
 
@@ -31,11 +31,13 @@ def average(
     bucket_elements: int,
     measure: bool = False,
     code: ExchangeCode | None = None,
+    sent: SentBefore | None = None,
 ) -> Tensor | None:
     """Overwrite local tensors with their mean over the replicas, in fp32; the same bits on each of them.
 
     share: this replica's weight in the mean; those of all replicas add up to 1.
-    code: send codes in place of fp32 (`EncodedSum`), of blocks along the tensors' last axis.
+    code: send codes in place of fp32 (`EncodedSum`), of blocks along the tensors' last axis. sent: as
+        differences from these.
     measure: return fp32 [2]: the squares of (own - mean) and of the mean, summed over the tensors.
     """
     squares = torch.zeros(2, dtype=torch.float32, device=tensors[0].device) if measure and tensors else None
@@ -47,7 +49,8 @@ def average(
             buffer.mul_(share)
             ledger.all_reduce(buffer, group, axis=REPLICATE_AXIS, purpose=purpose)
         else:
-            encoded = EncodedSum(buffer, code, group, ledger, purpose)
+            before = None if sent is None else sent.next(buffer.numel(), group.size(), buffer.device)
+            encoded = EncodedSum(buffer, code, group, ledger, purpose, before)
             encoded.scatter(share)
             encoded.wait()
         torch._foreach_copy_(bucket, pieces)  # pyright: ignore[reportPrivateImportUsage]

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titanforge.kernels.exchange_codes import ExchangeCode, decode, encode, sum_pieces
+from titanforge.kernels.exchange_codes import ExchangeCode, Sent, decode, encode, sum_pieces
 from titanforge.sync.ledger import CommLedger, Pending
 from titanforge.sync.policy import REPLICATE_AXIS
+
+
+@dataclass
+class SentBefore:
+    """What the exchanges of a step have sent in earlier steps, for the differences of this one. They come in
+    one order and size at every step."""
+
+    _all: list[Sent] = field(default_factory=list)
+    _next: int = 0
+
+    def begin_step(self) -> None:
+        self._next = 0
+
+    def next(self, values: int, ranks: int, device: torch.device) -> Sent:
+        """That of the next exchange, of so many values."""
+        if self._next == len(self._all):
+            self._all.append(Sent.nothing(values, ranks, device))
+        self._next += 1
+        return self._all[self._next - 1]
+
+    def forget(self) -> None:
+        """Nothing was sent yet."""
+        self._all.clear()
 
 
 @dataclass
@@ -21,7 +44,7 @@ class EncodedSum:
     that other sums may be under way in between; `wait` gathers if nobody has.
 
     buffer: fp32 [values], whole blocks for each rank (`exchange_codes.padded`): after `wait` the sum, the
-    same bits on all ranks.
+    same bits on all ranks. sent: to send differences.
     """
 
     buffer: Tensor
@@ -29,6 +52,7 @@ class EncodedSum:
     group: ProcessGroup
     ledger: CommLedger
     purpose: str
+    sent: Sent | None = None
     _codes: Tensor | None = None
     _received: Tensor | None = None
     _pending: Pending | None = None
@@ -36,7 +60,7 @@ class EncodedSum:
 
     def scatter(self, factor: float = 1.0, async_op: bool = False) -> None:
         """Send each rank its piece of factor * buffer."""
-        self._codes = encode(self.buffer, self.code, self.group.size(), factor)
+        self._codes = encode(self.buffer, self.code, self.group.size(), factor, self.sent)
         self._received = self._codes.new_empty(self._codes.shape)
         self._pending = self.ledger.all_to_all(
             self._received, self._codes, self.group,
@@ -47,7 +71,8 @@ class EncodedSum:
         """Send the sum of the own piece to all."""
         assert self._codes is not None and self._received is not None
         self._arrive(self._received)
-        own = sum_pieces(self._received, self.code, self.buffer.numel() // self.group.size())
+        values = self.buffer.numel() // self.group.size()
+        own = sum_pieces(self._received, self.code, values, self.sent, self.group.rank())
         self._received, self._gathers = own, True  # held until it was sent
         self._pending = self.ledger.all_gather(
             self._codes, own, self.group, axis=REPLICATE_AXIS, purpose=self.purpose, async_op=async_op
@@ -59,7 +84,7 @@ class EncodedSum:
             self.gather()
         assert self._codes is not None
         self._arrive(self._codes)
-        decode(self._codes, self.code, self.buffer)
+        decode(self._codes, self.code, self.buffer, self.sent)
         self._codes = self._received = None
 
     def _arrive(self, codes: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from titanforge.kernels.exchange_codes import ExchangeCode
 from titanforge.sync.averaging import average, local_part, share_copies
+from titanforge.sync.encoded import SentBefore
 from titanforge.sync.ledger import CommLedger
 from titanforge.sync.policy import (
     REPLICATE_AXIS,
@@ -66,6 +67,8 @@ class LocalSteps(SyncPolicy):
         code: ExchangeCode | None = None,
     ) -> None:
         self._local, self._low_rank, self._code = local or LocalUpdate(), low_rank, code
+        # 4 bits are too few for factors themselves, as measured (docs/sync.md). Gradients are new each time.
+        self._sent = SentBefore() if code is not None and code.bits < 8 else None
         self._warmup_steps, self._max_interval = warmup_steps, max_interval
         self._average_parameters = average_parameters
         self._bucket_elements = max(1, int(bucket_mib * 2**20 / 4))
@@ -138,6 +141,7 @@ class LocalSteps(SyncPolicy):
 
     def close(self) -> None:
         self._group = None
+        self._forget_sent()
         self._tensors: list[Replicated] = []
         self._stepping: list[nn.Parameter] = []
 
@@ -203,6 +207,8 @@ class LocalSteps(SyncPolicy):
         self._average(reason, weights=self._average_parameters, dense=not self._low_rank)
         if not whole:
             self._average_gradients()
+        if self._sent is not None:
+            self._sent.begin_step()
         self._optimizer.finish_step(mean=self._mean_of_factors if self._low_rank else None)
 
     @property
@@ -228,6 +234,7 @@ class LocalSteps(SyncPolicy):
     def synchronize(self, reason: str) -> None:
         if self._group is None:
             return
+        self._forget_sent()  # a run that resumes from here knows nothing of it
         if self.local_steps or self._momenta_apart or any(self._apart.values()):
             self._average(reason, weights=True, dense=True)
 
@@ -300,17 +307,22 @@ class LocalSteps(SyncPolicy):
         purpose: str,
         measure: bool = False,
         code: ExchangeCode | None = None,
+        sent: SentBefore | None = None,
     ) -> Tensor | None:
         assert self._group is not None
         return average(
             tensors, self._share, self._group, self._ledger,
-            purpose=purpose, bucket_elements=self._bucket_elements, measure=measure, code=code,
+            purpose=purpose, bucket_elements=self._bucket_elements, measure=measure, code=code, sent=sent,
         )  # fmt: skip
 
     def _mean_of_factors(self, tensors: Sequence[Tensor]) -> None:
         # Columns of a factor are of very different sizes, so that blocks of codes go along one.
         along = tensors if self._code is None else [tensor.mT for tensor in tensors]
-        self._mean(along, "factors", code=self._code)
+        self._mean(along, "factors", code=self._code, sent=self._sent)
+
+    def _forget_sent(self) -> None:
+        if self._sent is not None:
+            self._sent.forget()
 
     def _mean_of_weights(self, weights: list[Tensor]) -> Tensor | float:
         """Returns the drift: root mean square over replicas of |W_r - mean|, relative to |mean|."""
@@ -351,6 +363,7 @@ class LocalSteps(SyncPolicy):
         self._owed = False
         self._apart = {True: False, False: False}
         self._momenta_apart = False
+        self._forget_sent()
         if self._group is not None:
             self.after_average()
 

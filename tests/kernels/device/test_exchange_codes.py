@@ -10,6 +10,7 @@ from titanforge.kernels.exchange_codes import (
     BLOCK,
     EXCHANGE_CODES,
     ExchangeCode,
+    Sent,
     decode,
     decode_reference,
     encode,
@@ -76,6 +77,55 @@ def test_what_is_not_finite_stays_so(code: ExchangeCode, bad: float, device: tor
     decode(codes, code, out)
     assert not torch.isfinite(out.cpu()[70])
     torch.testing.assert_close(out.cpu()[BLOCK * 2 :], x[BLOCK * 2 :], rtol=2**-7, atol=0)
+
+
+class Differences:
+    """The protocol of `Sent` in plain torch: what all ranks are told of x [ranks, values]."""
+
+    def __init__(self, ranks: int, values: int) -> None:
+        self.own, self.sum, self.told = torch.zeros(ranks, values), torch.zeros(values), torch.zeros(values)
+
+    def exchange(self, x: Tensor, code: ExchangeCode) -> Tensor:
+        def coded(t: Tensor) -> Tensor:
+            return decode_reference(encode_reference(t, code), code, t.shape[1])
+
+        known = ~self.told.isnan()
+        own, total, told = (torch.where(known, each, 0.0) for each in (self.own, self.sum, self.told))
+        new = coded(x - own)
+        for each in new:
+            total = total + each
+        self.own, self.sum = own + new, total
+        self.told = told + coded((total - told)[None])[0]
+        return self.told
+
+
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
+def test_differences(code: ExchangeCode, device: torch.device) -> None:
+    """What was rounded away comes later; a block with a NaN begins anew."""
+    ranks, values = 3, padded(1000, 3)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ranks, values, generator=generator)
+    sent = [Sent.nothing(values, ranks, device) for _ in range(ranks)]
+    plain, errors = Differences(ranks, values), []
+    for step in range(6):
+        x += 1e-3 * torch.randn(ranks, values, generator=generator)
+        given = x.clone()
+        if step == 2:
+            given[1, 70] = torch.nan
+        codes = [encode(own, code, ranks, 0.5, before) for own, before in zip(given.to(device), sent)]
+        sums = [
+            sum_pieces(torch.stack([each[rank] for each in codes]), code, values // ranks, before, rank)
+            for rank, before in enumerate(sent)
+        ]
+        out = torch.full((values,), torch.nan, device=device)
+        for before in sent:
+            decode(torch.stack(sums), code, out, before)
+        torch.testing.assert_close(
+            out.cpu(), plain.exchange(0.5 * given, code), rtol=0, atol=0, equal_nan=True
+        )
+        assert bool(out[70].isnan()) == (step == 2)
+        errors.append(float((out.cpu() - 0.5 * x.sum(0))[2 * BLOCK :].abs().amax()))
+    assert errors[-1] < 0.1 * errors[0]
 
 
 def test_sizes() -> None:

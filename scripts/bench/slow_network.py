@@ -51,11 +51,22 @@ PAPER_SPEEDUP = {"10 Gb/s": 1.202, "WAN": 4.361}
 BETWEEN_REPLICAS = ("world", "dp_replicate", "loss")
 LOG_FREQ = 10
 PREFIX, BRIDGE = "tfnet", "tfbridge"
+EVERY_STEP = "every_step"
+ARMS = (EVERY_STEP, "scheduled 50", "rmmc, 2% syncs")
+"""Those that run by default."""
 
 
 def policies(warmup: int) -> dict[str, dict[str, Any]]:
+    """`[sync]` of all arms, in the order of their turns."""
+    states = {"policy": "every_step", "reduce": "states"}
     return {
-        "every_step": {"policy": "every_step"},
+        EVERY_STEP: {"policy": "every_step"},
+        "every_step states": states,
+        "every_step states int4": {**states, "exchange_dtype": "int4"},
+        "scheduled 10": {"policy": "scheduled", "interval": 10, "warmup_steps": warmup},
+        "scheduled 10 int4": {
+            "policy": "scheduled", "interval": 10, "warmup_steps": warmup, "exchange_dtype": "int4",
+        },
         "scheduled 50": {"policy": "scheduled", "interval": 50, "warmup_steps": warmup},
         # Out of reach of any change, so that the time is that of local steps and max_interval.
         "rmmc, 2% syncs": {
@@ -160,7 +171,7 @@ def worker(runs: list[list[str]]) -> None:
 def measure(
     options: argparse.Namespace, network: str, rate: float, round_trip: float
 ) -> list[dict[str, Any]]:
-    chosen = policies(options.warmup)
+    chosen = {name: sync for name, sync in policies(options.warmup).items() if name in options.policies}
     base = options.output / network.replace(" ", "_").replace("/", "")
     folders = {name: base / name.replace(" ", "_").replace(",", "").replace("%", "") for name in chosen}
     for folder in folders.values():
@@ -203,7 +214,7 @@ def result(network: str, name: str, folder: Path, options: argparse.Namespace) -
     after = [line for line in steps if line["step"] > options.warmup]
     kinds: dict[str, list[dict[str, Any]]] = {"local": [], "logged": [], "sync": []}
     for line in after:
-        sync = name == "every_step" or line["step"] in synced
+        sync = name == EVERY_STEP or line["step"] in synced
         kinds["sync" if sync else "logged" if line["step"] in shown else "local"].append(line)
     # At the shares of the run; medians, as a machine that others use has outliers.
     medians = {
@@ -212,10 +223,10 @@ def result(network: str, name: str, folder: Path, options: argparse.Namespace) -
     }
     mean = sum(len(members) * (medians[kind] or 0.0) for kind, members in kinds.items()) / len(after)
     # Dense bytes from the last line before them to the last line.
-    key = f"comm/dp_replicate/{'gradients' if name == 'every_step' else 'weights'}_bytes"
+    key = f"comm/dp_replicate/{'gradients' if name == EVERY_STEP else 'weights'}_bytes"
     first, last = logged[0], logged[-1]
     syncs = last["step"] - first["step"]
-    if name != "every_step":
+    if name != EVERY_STEP:
         syncs = max(len([step for step in synced if first["step"] < step <= last["step"]]), 1)
     return {
         "network": network,
@@ -235,8 +246,8 @@ def result(network: str, name: str, folder: Path, options: argparse.Namespace) -
 
 def wan_of(lines: list[dict[str, Any]]) -> tuple[float, float]:
     """Rate and round trip in the paper's proportions to the local step of these measurements."""
-    local = min(line["median_local_step_seconds"] for line in lines if line["policy"] != "every_step")
-    every = next(line for line in lines if line["policy"] == "every_step")
+    local = min(seconds for line in lines if (seconds := line["median_local_step_seconds"]))
+    every = next(line for line in lines if line["policy"] == EVERY_STEP)
     # What a ring sends of a tensor over each link.
     replicas = every["replicas"]
     sent = 8 * every["dense_bytes_of_a_sync"] * 2 * (replicas - 1) / replicas
@@ -245,7 +256,7 @@ def wan_of(lines: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
-    base = {line["network"]: line for line in results if line["policy"] == "every_step"}
+    base = {line["network"]: line for line in results if line["policy"] == EVERY_STEP}
     text = (
         "| network | rate | round trip | policy | sync rate | local step | collectives | logged step "
         "| sync step | mean step | speedup | CurvaDion's projection |\n"
@@ -281,11 +292,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seq-len", type=int, default=32)
     parser.add_argument("--rank-fraction", type=float, default=1 / 16)
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument(
+        "--policies", nargs="+", default=list(ARMS), choices=list(policies(0)),
+        help=f"{EVERY_STEP} must be among them, and for WAN one with local steps",
+    )  # fmt: skip
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
         worker(json.loads(options.worker))
         return 0
+    if EVERY_STEP not in options.policies:
+        raise SystemExit(f"--policies: {EVERY_STEP} must be among them, the others are compared with it")
     results: list[dict[str, Any]] = []
     for network in options.networks:
         rate, round_trip = NETWORKS[network] or wan_of(

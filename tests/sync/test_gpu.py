@@ -7,7 +7,11 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed_harness import run_distributed
+from tests.sync.replicas import differences
+from titanforge.kernels.exchange_codes import EXCHANGE_CODES
 from titanforge.sync import CommLedger
+from titanforge.sync.averaging import average
+from titanforge.sync.encoded import SentBefore
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,3 +48,27 @@ def test_the_one_that_waits_for_a_slower_rank_says_so() -> None:
     (waiting, early, captured), (slow, *_) = run_distributed(timed, 2, backend="nccl")
     assert not early and not captured
     assert waiting > 0.02 and slow < waiting / 2
+
+
+def averaged_in_codes(rank: int, world_size: int) -> None:
+    torch.cuda.set_device(rank)
+    for code in EXCHANGE_CODES.values():
+        sent, generator = SentBefore(), torch.Generator().manual_seed(rank)
+        own = torch.randn(300, 100, generator=generator)
+        for step in range(4):
+            exact = own / world_size
+            told = own.cuda()
+            work = exact.cuda()
+            dist.all_reduce(work)
+            sent.begin_step()
+            average(
+                [told.mT], 1 / world_size, dist.group.WORLD, CommLedger(),
+                purpose="factors", bucket_elements=10**6, code=code, sent=sent,
+            )  # fmt: skip
+            assert differences(dist.group.WORLD, {"told": told}) == []
+            error = float((told - work).abs().amax() / work.abs().amax())
+            assert error < (2e-2 if step or code.bits > 4 else 0.3), (code.name, step, error)
+
+
+def test_codes_over_nccl() -> None:
+    run_distributed(averaged_in_codes, 2, backend="nccl")

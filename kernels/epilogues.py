@@ -70,6 +70,15 @@ def minus_product(c, a, b):
 
 
 @jit
+def fused(c, a, b):
+    """c + a b, rounded once wherever it runs, see `references.fused`."""
+    if INTERPRETED:
+        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
+
+
+@jit
 def _sign(x):
     return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
 
@@ -122,8 +131,8 @@ def rmsprop(g, w, s0, s1, h_ptr):
 
 @jit
 def _moments(d, m, v, h_ptr):
-    m = hyper(h_ptr, 4) * m + hyper(h_ptr, 5) * d
-    v = hyper(h_ptr, 6) * v + hyper(h_ptr, 7) * (d * d)
+    m = fused(hyper(h_ptr, 5) * d, hyper(h_ptr, 4), m)
+    v = fused(hyper(h_ptr, 7) * (d * d), hyper(h_ptr, 6), v)
     return m, v
 
 

@@ -36,6 +36,17 @@ def _select(h: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(h[0] != 0, new, old)
 
 
+def fused(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """a b + c of fp32 tensors, rounded once, as a GPU's fused multiply-add does: the product is exact in
+    float64. (The sum is not always, but that its two roundings differ from one is as rare as one in 2^28.)
+    """
+    return (a.double() * b.double() + c.double()).to(c.dtype)
+
+
+def _moments(d: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    return fused(h[5] * d, h[4], m), fused(h[7] * (d * d), h[6], v)
+
+
 def sgd(g: Tensor, w: Tensor, h: Tensor) -> tuple[Tensor]:
     """w <- w - lr (g + wd w). Decay in the gradient, as torch.optim.SGD."""
     d = g * h[3] + h[2] * w
@@ -73,8 +84,7 @@ def rmsprop(g: Tensor, w: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor]
 def adam(g: Tensor, w: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Adam with the decay in the gradient: d = g + wd w, then as AdamW without decay."""
     d = g * h[3] + h[2] * w
-    m_new = h[4] * m + h[5] * d
-    v_new = h[6] * v + h[7] * (d * d)
+    m_new, v_new = _moments(d, m, v, h)
     denominator = torch.sqrt(v_new) * h[10] + h[8]
     w_new = w - (h[1] * h[9]) * (m_new / denominator)
     return _select(h, w_new, w), _select(h, m_new, m), _select(h, v_new, v)
@@ -83,8 +93,7 @@ def adam(g: Tensor, w: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor,
 def adamw(g: Tensor, w: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """m <- b1 m + (1-b1) g; v <- b2 v + (1-b2) g^2; w <- w - lr wd w - lr/c1 m / (sqrt(v)/sqrt(c2) + eps)."""
     d = g * h[3]
-    m_new = h[4] * m + h[5] * d
-    v_new = h[6] * v + h[7] * (d * d)
+    m_new, v_new = _moments(d, m, v, h)
     denominator = torch.sqrt(v_new) * h[10] + h[8]
     # w - (lr wd) w and not (1 - lr wd) w: with lr wd near 1e-6 the fp32 factor would keep one digit of it.
     w_new = (w - (h[1] * h[2]) * w) - (h[1] * h[9]) * (m_new / denominator)
@@ -103,8 +112,7 @@ def adamax(g: Tensor, w: Tensor, m: Tensor, u: Tensor, h: Tensor) -> tuple[Tenso
 def nadam(g: Tensor, w: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Adam's moments; w <- w - lr wd w - lr (c_g g + c_m m) / (sqrt(v)/sqrt(c2) + eps)."""
     d = g * h[3]
-    m_new = h[4] * m + h[5] * d
-    v_new = h[6] * v + h[7] * (d * d)
+    m_new, v_new = _moments(d, m, v, h)
     denominator = torch.sqrt(v_new) * h[9] + h[8]
     w_new = (w - (h[1] * h[2]) * w) - h[1] * ((h[10] * d + h[11] * m_new) / denominator)
     return _select(h, w_new, w), _select(h, m_new, m), _select(h, v_new, v)
@@ -113,8 +121,7 @@ def nadam(g: Tensor, w: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor
 def radam(g: Tensor, w: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Adam's moments; w <- w - lr wd w - lr/c1 m (adaptive / (sqrt(v) + eps) + plain); one of them is 0."""
     d = g * h[3]
-    m_new = h[4] * m + h[5] * d
-    v_new = h[6] * v + h[7] * (d * d)
+    m_new, v_new = _moments(d, m, v, h)
     factor = h[10] / (torch.sqrt(v_new) + h[8]) + h[11]
     w_new = (w - (h[1] * h[2]) * w) - (h[1] * h[9]) * (m_new * factor)
     return _select(h, w_new, w), _select(h, m_new, m), _select(h, v_new, v)
@@ -132,8 +139,7 @@ def lion(g: Tensor, w: Tensor, m: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
 def lamb_state(g: Tensor, w: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """m <- b1 m + (1-b1) g; v <- b2 v + (1-b2) g^2; w unchanged."""
     d = g * h[3]
-    m_new = h[4] * m + h[5] * d
-    v_new = h[6] * v + h[7] * (d * d)
+    m_new, v_new = _moments(d, m, v, h)
     return w, _select(h, m_new, m), _select(h, v_new, v)
 
 

@@ -149,11 +149,7 @@ def consume(
     s0_next = next_scale_of(s0_meta_ptr, S0_CODEC)
     s1_next = next_scale_of(s1_meta_ptr, S1_CODEC)
     # Two states of block codecs: what is the first one's stands for both, see `row_scales`.
-    JOINT: gl.constexpr = (
-        ((W_CODEC | S0_CODEC | S1_CODEC) & RANDOM) == 0
-        and (S0_CODEC & KIND) == BLOCKWISE
-        and (S1_CODEC & KIND) == BLOCKWISE
-    )
+    JOINT: gl.constexpr = (S0_CODEC & KIND) == BLOCKWISE and (S1_CODEC & KIND) == BLOCKWISE
     if JOINT:
         second, rows = own_place()
         scales = gl.where(second != 0, s1_meta_ptr, s0_meta_ptr)

@@ -89,7 +89,9 @@ def update_slice(
             w_lane, s0_lane, s1_lane = accumulator_lanes(words, unknown_zero, layout)
         # Before the weights: their codes then wait for no other's.
         if JOINT:
-            s0_largest = store_both(s0_buf.index(slot), s1_buf.index(slot), s0, s1, S0_CODEC, S1_CODEC)
+            s0_largest = store_both(
+                s0_buf.index(slot), s1_buf.index(slot), s0, s1, s0_lane, s1_lane, S0_CODEC, S1_CODEC
+            )
         if MASTER:
             master_buf.index(slot).store(w)
         if WEIGHT:

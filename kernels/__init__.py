@@ -4,6 +4,7 @@
     codecs      how weights and states are stored: fp32, bf16, stochastic rounding, int8, fp8
     wgrad       weight gradient and update in one kernel, also for experts
     embedding   the same for embedding rows
+    vector      one vector whose gradient lies in memory: a norm's weight, a bias
     flat        the same epilogues over many tensors whose gradients lie in memory
     squares     sums of squares of the states that such a launch writes
     forms       of the weight-gradient kernel, which run where; `check_forms` checks the Hopper ones on a card

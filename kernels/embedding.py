@@ -20,6 +20,7 @@ from titanforge.kernels.step import Target, check_hyper, kernel_parts, make_targ
 from titanforge.kernels.tiles import count_nonfinite, update_tile
 
 _WIDEST = 1024
+_WARPS = 4
 _TOKENS_AT_ONCE = 4
 
 
@@ -187,8 +188,8 @@ def _launch(
         WEIGHT=parts[0] is not None, MASTER=parts[2] is not None,
         W_CODEC=codecs[0], S0_CODEC=codecs[1], S1_CODEC=codecs[2], STOCHASTIC=stochastic,
         STORE_GRADIENT=gradient is not None, NORM=norm is not None, COUNT=nonfinite is not None,
-        OBSERVE=observe,
-        MASKED=columns % width != 0, BLOCK_D=width, BLOCK_T=_TOKENS_AT_ONCE, num_warps=4, **LAUNCH_OPTIONS,
+        OBSERVE=observe, MASKED=columns % width != 0, BLOCK_D=width, BLOCK_T=_TOKENS_AT_ONCE,
+        num_warps=_WARPS, **LAUNCH_OPTIONS,
     )  # fmt: skip
 
 

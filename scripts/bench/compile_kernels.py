@@ -54,6 +54,7 @@ from titanforge.kernels.second_moments import take_sums_kernel
 from titanforge.kernels.squares import sum_squares_kernel
 from titanforge.kernels.symmetric_config import candidates
 from titanforge.kernels.symmetric_kernel import symmetric_product_kernel
+from titanforge.kernels.vector import vector_kernel
 from titanforge.kernels.wgrad_kernel import wgrad_kernel
 
 POINTER = {
@@ -181,6 +182,19 @@ def embedding_source(
         **_epilogue_constants(epilogue, recipe), "STORE_GRADIENT": False, "NORM": False, "COUNT": True,
         "MASKED": False,
         "BLOCK_D": 1024, "BLOCK_T": 4,
+    }  # fmt: skip
+    return types, constants, {"num_warps": 4, "num_stages": 1}
+
+
+def vector_source(epilogue: Epilogue, recipe: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
+    """The same of the kernel of vectors."""
+    types = {
+        "gradient_ptr": "*bf16", "norm_ptr": "*fp32", "nonfinite_ptr": "*i32",
+        **_part_pointers(epilogue, recipe), "tensor_id": "i32", "D": "i32",
+    }  # fmt: skip
+    constants = {
+        **_epilogue_constants(epilogue, recipe), "NORM": True, "COUNT": True, "MASKED": False,
+        "BLOCK_D": 1024,
     }  # fmt: skip
     return types, constants, {"num_warps": 4, "num_stages": 1}
 
@@ -381,6 +395,7 @@ def jobs(quick: bool) -> list[tuple[str, Any, tuple[dict[str, Any], dict[str, An
             ragged = flat_source(adamw, recipe, aligned=False)
             listed.append((f"flat_ragged/adamw/{recipe}", flat_kernel, ragged))
     for recipe in ("fp32", "bf16"):
+        listed.append((f"vector/adamw/{recipe}", vector_kernel, vector_source(adamw, recipe)))
         for aligned in (True, False):
             source = flat_source(EPILOGUES["momentum_state"], recipe, aligned=aligned, squares=True)
             listed.append((f"flat_squares{'' if aligned else '_ragged'}/{recipe}", flat_kernel, source))

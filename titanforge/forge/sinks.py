@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titanforge.forge.hyper import Hyper
 from titanforge.forge.plan import Granule, ParamPlan, Placement
-from titanforge.forge.sources import Launch, Product, Rows, Source, no_tokens
+from titanforge.forge.sources import Launch, Product, Rows, Source, Whole, no_tokens
 from titanforge.kernels.codecs import Encoded, as_encoded, fp8_calibrate
 from titanforge.kernels.epilogues import EPILOGUES, Epilogue
 from titanforge.kernels.step import Target, make_target
@@ -47,13 +47,6 @@ class Clock:
         # `momentum_state`'s (apply, -, -, scale, decay, gain) for an fp32 sum of micro-batches.
         self.sum_first = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0], device=rng.device)
         self.sum_later = torch.ones(6, device=rng.device)
-        self._ones: dict[torch.dtype, Tensor] = {}
-
-    def one(self, dtype: torch.dtype) -> Tensor:
-        """A [1, 1] tensor of 1: a vector as a product is one token's, (1)ᵀ g."""
-        if dtype not in self._ones:
-            self._ones[dtype] = torch.ones((1, 1), dtype=dtype, device=self.rng.device)
-        return self._ones[dtype]
 
     @property
     def last(self) -> bool:
@@ -134,11 +127,10 @@ class Sink:
             self.when_complete(self)
 
     def _consume_whole(self, gradient: Tensor) -> None:
-        """In the kernel of the linears, whose launch needs no table on the device, if the rule can."""
         if self.plan.granule is Granule.LAYER:
             self.update_whole(gradient)
         else:
-            self.consume(Product(self.clock.one(gradient.dtype), gradient.reshape(1, -1)))
+            self.consume(Whole(gradient))
 
     def begin(self) -> None:
         """Note that a micro-batch is here. Raises RuntimeError where it must not be."""

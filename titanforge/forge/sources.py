@@ -19,6 +19,7 @@ from titanforge.kernels.config import TileConfig
 from titanforge.kernels.embedding import embedding_gradient, embedding_tile_count, embedding_update
 from titanforge.kernels.epilogues import Epilogue
 from titanforge.kernels.step import Target
+from titanforge.kernels.vector import update_vector, vector_tile_count
 from titanforge.kernels.wgrad import Operands, config_for, tile_count, update_target, wgrad
 
 
@@ -143,9 +144,42 @@ class Rows(Source):
         return embedding_gradient(self.dy, self.ids, target.shape[0])
 
 
+@dataclass(frozen=True)
+class Whole(Source):
+    """A vector's gradient, complete, of any shape and float type."""
+
+    gradient: Tensor
+
+    def tiles(self, target: Target) -> int:
+        return vector_tile_count(target.shape.numel())
+
+    def fold(self, target: Target, launch: Launch, norm: Tensor | None) -> None:
+        update_vector(
+            self.gradient,
+            target,
+            launch.epilogue,
+            launch.hyper,
+            rng=launch.rng,
+            norm_partials=norm,
+            nonfinite=launch.nonfinite,
+            observe=launch.observe,
+        )
+
+    def copy(self) -> Whole:
+        return Whole(self.gradient.clone())
+
+    def joined(self, others: Sequence[Whole]) -> Whole:
+        return Whole(torch.stack([one.gradient.float() for one in (self, *others)]).sum(0))
+
+    def form(self, target: Target) -> Tensor:
+        return self.gradient.float().reshape(target.shape)
+
+
 def no_tokens(kind: str, target: Target) -> Source:
     """The source of a zero gradient."""
     shape, device = target.shape, target.device
+    if kind == "vector":
+        return Whole(torch.zeros(shape, device=device))
     if kind == "embedding":
         ids = torch.empty(0, dtype=torch.int64, device=device)
         return Rows(torch.empty(0, shape[1], device=device), ids)

@@ -20,7 +20,7 @@ from titanforge.kernels.step import Target, check_hyper, kernel_parts, make_targ
 from titanforge.kernels.tiles import count_nonfinite, update_tile
 
 _WIDEST = 1024
-_WARPS = 4
+_COLUMNS_OF_A_WARP = 512
 _TOKENS_AT_ONCE = 4
 
 
@@ -189,7 +189,7 @@ def _launch(
         W_CODEC=codecs[0], S0_CODEC=codecs[1], S1_CODEC=codecs[2], STOCHASTIC=stochastic,
         STORE_GRADIENT=gradient is not None, NORM=norm is not None, COUNT=nonfinite is not None,
         OBSERVE=observe, MASKED=columns % width != 0, BLOCK_D=width, BLOCK_T=_TOKENS_AT_ONCE,
-        num_warps=_WARPS, **LAUNCH_OPTIONS,
+        num_warps=max(1, width // _COLUMNS_OF_A_WARP), **LAUNCH_OPTIONS,
     )  # fmt: skip
 
 

@@ -183,7 +183,7 @@ def embedding_source(
         "MASKED": False,
         "BLOCK_D": 1024, "BLOCK_T": 4,
     }  # fmt: skip
-    return types, constants, {"num_warps": 4, "num_stages": 1}
+    return types, constants, {"num_warps": 2, "num_stages": 1}
 
 
 def vector_source(epilogue: Epilogue, recipe: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:

@@ -17,6 +17,7 @@ from titanforge.kernels.tiles import (
     FLOORED,
     FORM,
     KIND,
+    RANDOM,
     ROOT,
     ROUND_TO_INTEGER,
     TENSORWISE,
@@ -51,13 +52,16 @@ def decode_pairs(pairs, CODEC: gl.constexpr):
     elif (CODEC & FORM) != 0:
         asm: gl.constexpr = """{ .reg .b32 t; cvt.u32.u16 t, $2; dp4a.u32.u32 $0, t, 1, 0x4B400000;
             dp4a.u32.u32 $1, t, 0x100, 0x4B400000; }"""
-    else:
+    elif (CODEC & RANDOM) == 0:
         asm: gl.constexpr = """{ .reg .b32 t; cvt.u32.u16 t, $2; dp4a.s32.s32 $0, t, 1, 0x4B400000;
             dp4a.s32.s32 $1, t, 0x100, 0x4B400000; }"""
+    else:  # needs fewer registers, of which random rounding leaves too few
+        asm: gl.constexpr = """{ .reg .b32 t, u; cvt.u32.u16 t, $2; cvt.s32.s8 u, t; cvt.rn.f32.s32 $0, u;
+            bfe.s32 u, t, 8, 8; cvt.rn.f32.s32 $1, u; }"""
     low, high = gl.inline_asm_elementwise(
         asm, "=r,=r,h", [pairs], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
     )
-    if (CODEC & KIND) == BLOCKWISE and (CODEC & ROOT) == 0:
+    if (CODEC & KIND) == BLOCKWISE and (CODEC & ROOT) == 0 and ((CODEC & FORM) != 0 or (CODEC & RANDOM) == 0):
         low = low - ROUND_TO_INTEGER
         high = high - ROUND_TO_INTEGER
     return low, high

@@ -15,6 +15,7 @@ And what rules of whole matrices need:
     row_norm_update, apply_update  RMNP's update, and the write of updates, of many weights at once
     newton_schulz                  Muon's iteration, by products of half the work (`symmetric`)
     block_basis                    Dobb's update of many weights at once
+    outer_products                 Dobb's capture: sums of outer products of activations
     second_moments, cholesky_qr    Dobb's refresh: statistics, and bases from them
     planes                         products of fp32 values by bf16 tensor cores, for these two
 

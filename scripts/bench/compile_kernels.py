@@ -49,6 +49,7 @@ from titanforge.kernels.epilogues import EPILOGUES, Epilogue
 from titanforge.kernels.exchange_codes import EXCHANGE_CODES, kernel_constants
 from titanforge.kernels.exchange_codes_kernel import decode_kernel, encode_kernel, sum_kernel
 from titanforge.kernels.flat import BLOCKS, flat_kernel
+from titanforge.kernels.outer_products import add_parts_kernel, outer_products_kernel
 from titanforge.kernels.row_norm_update import row_norm_update_kernel
 from titanforge.kernels.second_moments import take_sums_kernel
 from titanforge.kernels.squares import sum_squares_kernel
@@ -200,6 +201,24 @@ def vector_source(epilogue: Epilogue, recipe: str) -> tuple[dict[str, Any], dict
 
 
 Specialisation = tuple[dict[str, Any], dict[str, Any], dict[str, int]]
+
+
+def outer_product_jobs() -> list[tuple[str, Any, Specialisation]]:
+    """The kernels of Dobb's capture: blocks of one tile in several parts, and of several tiles in one."""
+    types = {
+        "x_ptr": "*bf16", "out_ptr": "*fp32", "count_ptr": "*fp32",
+        **dict.fromkeys(("rows", "stride", "span"), "i32"),
+    }  # fmt: skip
+    shared = {"TILE": 128, "BLOCK_T": 64, "MASK_W": True, "TO_FP32": False}
+    narrow = (types, {**shared, "w": 100, "TILES": 1, "SPLIT": True}, {"num_warps": 4, "num_stages": 3})
+    wide = (types, {**shared, "w": 400, "TILES": 4, "SPLIT": False}, {"num_warps": 8, "num_stages": 3})
+    adding = {"parts_ptr": "*fp32", "total_ptr": "*fp32", "count_ptr": "*fp32"}
+    adding |= dict.fromkeys(("rows", "elements", "parts"), "i32")
+    return [
+        ("outer_products/narrow", outer_products_kernel, narrow),
+        ("outer_products/wide", outer_products_kernel, wide),
+        ("outer_products/add", add_parts_kernel, (adding, {"BLOCK": 1024}, {"num_warps": 4})),
+    ]
 
 
 def matrix_jobs() -> list[tuple[str, Any, Specialisation]]:
@@ -399,6 +418,7 @@ def jobs(quick: bool) -> list[tuple[str, Any, tuple[dict[str, Any], dict[str, An
         for aligned in (True, False):
             source = flat_source(EPILOGUES["momentum_state"], recipe, aligned=aligned, squares=True)
             listed.append((f"flat_squares{'' if aligned else '_ragged'}/{recipe}", flat_kernel, source))
+    listed += outer_product_jobs()
     types = {"span_ptr": "*i64", "partial_ptr": "*fp32"}
     listed.append(("sum_squares", sum_squares_kernel, (types, {"CHUNK": 1024}, {"num_warps": 4})))
     listed += matrix_jobs()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanforge.kernels.outer_products import add_outer_products
 from titanforge.optim.dobb.rule import Dobb
 from titanforge.optim.param_groups import ParamGroupSpec, clean_name
 
@@ -30,27 +31,17 @@ def _in_backward() -> bool:
 def add_second_moment(total: Tensor, count: Tensor, gate: Tensor, x: Tensor) -> None:
     """total [B, w, w] += the block second moments of x [..., B w], count += its positions.
 
-    Products are formed in x's dtype. Within backward, and where gate (a bool scalar on the CPU) is False, it
-    does nothing. It is a tensor because compiled code must not depend on it: a block that is computed again
-    in backward has to save what it saved before, and so has to run the code that it ran before.
+    Within backward, and where gate (a bool scalar on the CPU) is False, it does nothing. It is a tensor
+    because compiled code must not depend on it: a block that is computed again in backward has to save what
+    it saved before, and so has to run the code that it ran before.
     """
     if bool(gate) and not _in_backward():
-        accumulate(total, count, x)
+        add_outer_products(total, count, x)
 
 
 @add_second_moment.register_fake
 def _(total: Tensor, count: Tensor, gate: Tensor, x: Tensor) -> None:
     return None
-
-
-def accumulate(total: Tensor, count: Tensor, x: Tensor) -> None:
-    """What `add_second_moment` does, wherever it is called."""
-    blocks = x.reshape(-1, total.shape[0], total.shape[1]).transpose(0, 1)  # [B, N, w]
-    if blocks.dtype == total.dtype:
-        total.baddbmm_(blocks.mT, blocks)
-    else:
-        total += torch.bmm(blocks.mT, blocks)
-    count += blocks.shape[1]
 
 
 @torch.library.custom_op("titanforge::add_expert_second_moments", mutates_args=("total", "count"))
@@ -81,7 +72,7 @@ def accumulate_experts(total: Tensor, count: Tensor, x: Tensor, ends: Tensor) ->
         return
     begin, nobody = 0, torch.zeros((), device=x.device)
     for expert, end in enumerate(ends.tolist()):
-        accumulate(total[expert], nobody, x[begin:end])
+        add_outer_products(total[expert], nobody, x[begin:end])
         begin = end
 
 
@@ -89,7 +80,7 @@ def accumulate_experts(total: Tensor, count: Tensor, x: Tensor, ends: Tensor) ->
 def add_gradient_second_moment(total: Tensor, count: Tensor, gate: Tensor, gradient: Tensor) -> None:
     """As `add_second_moment`, in the backward of an output [..., B w]."""
     if bool(gate):
-        accumulate(total, count, gradient)
+        add_outer_products(total, count, gradient)
 
 
 @add_gradient_second_moment.register_fake
@@ -216,7 +207,7 @@ class Reader:
         if not bool(gate):
             return
         if ends is None:
-            accumulate(total, count, gradient)
+            add_outer_products(total, count, gradient)
         else:
             accumulate_experts(total, count, gradient, ends)
         then = self.module.__dict__.get(f"_gradient_seen_{self.attribute}")

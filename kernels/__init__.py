@@ -1,7 +1,8 @@
 """Fused optimizer kernels: one mainloop x one epilogue x one codec.
 
     epilogues   update rules on a tile, each in Triton and (`references`) in torch
-    codecs      how weights and states are stored: fp32, bf16, stochastic rounding, int8, fp8
+    codecs      how weights and states are stored: fp32, bf16, stochastic rounding, int8, fp8; on a GPU by
+                `codec_arithmetic`
     wgrad       weight gradient and update in one kernel, also for experts
     embedding   the same for embedding rows
     vector      one vector whose gradient lies in memory: a norm's weight, a bias

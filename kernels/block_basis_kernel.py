@@ -17,9 +17,10 @@ known one tells the compiler how many bytes it may load at once.
 from __future__ import annotations
 
 from titanforge.kernels._triton import jit, tl
+from titanforge.kernels.codec_arithmetic import INTERPRETED, to_bf16
 from titanforge.kernels.epilogues import minus_product, momentum_state
 from titanforge.kernels.planes import dot, dot2, split
-from titanforge.kernels.tiles import INTERPRETED, LARGEST, to_bf16
+from titanforge.kernels.tiles import LARGEST, larger_or_nan
 
 
 @jit
@@ -86,11 +87,6 @@ def _with_gradient(old, g, h, M_TYPE: tl.constexpr):
 
 
 @jit
-def _larger_or_nan(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@jit
 def _largest(worst, g, SLICES: tl.constexpr):
     """The largest of each element of `worst` [rows / SLICES, columns] and of those of |g| at its place in a
     slice: a thread has them all, so that no other is waited for.
@@ -102,7 +98,7 @@ def _largest(worst, g, SLICES: tl.constexpr):
     slices = tl.reshape(tl.abs(g), (SLICES, rows // SLICES, columns))
     if INTERPRETED:
         return tl.maximum(worst, tl.max(slices, axis=0))
-    return _larger_or_nan(worst, tl.reduce(slices, 0, _larger_or_nan))
+    return larger_or_nan(worst, tl.reduce(slices, 0, larger_or_nan))
 
 
 @jit
@@ -110,7 +106,7 @@ def _count(worst, nonfinite_ptr):
     if INTERPRETED:
         bad = tl.max(tl.max(tl.where(worst <= LARGEST, 0, 1), axis=1), axis=0)
     else:
-        worst = tl.reduce(tl.reduce(worst, 1, _larger_or_nan), 0, _larger_or_nan)
+        worst = tl.reduce(tl.reduce(worst, 1, larger_or_nan), 0, larger_or_nan)
         bad = tl.where(worst <= LARGEST, 0, 1)
     tl.atomic_add(nonfinite_ptr, bad, mask=bad > 0)
 

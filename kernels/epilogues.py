@@ -3,11 +3,11 @@
 An epilogue has the signature `(g, w, s0, s1, h_ptr) -> (w, s0, s1)`: the fp32 gradient, weight and state
 tiles of one shape and the hyperparameter vector, to new tiles. Unused tiles are passed through. The order of
 operations is that of the reference, so that interpreted kernels agree with it bit for bit. Compiled ones have
-its states bit for bit (but for codes of a root, see `tiles.root`); their weights may differ by a few units in
-the last place, for they use the GPU's approximate square root and reciprocal and fused multiply-adds. They do
-not differ from one another: the fused, the flat and the embedding kernels all call the very same function.
-Instructions matter: there are 8e9 weights, and a persistent kernel's unrolled update outgrows the
-instruction cache.
+its states bit for bit (but for codes of a root, see `codec_arithmetic.root`); their weights may differ by a
+few units in the last place, for they use the GPU's approximate square root and reciprocal and fused
+multiply-adds. They do not differ from one another: the fused, the flat and the embedding kernels all call the
+very same function. Instructions matter: there are 8e9 weights, and a persistent kernel's unrolled update
+outgrows the instruction cache.
 
 `h[0]`, the apply flag, is not looked at here: kernels leave a tile that is not to be applied unwritten.
 """

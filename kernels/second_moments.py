@@ -16,7 +16,7 @@ from titanforge.kernels._triton import (
     runs_triton,
     tl,
 )
-from titanforge.kernels.tiles import INTERPRETED, to_bf16
+from titanforge.kernels.codec_arithmetic import INTERPRETED, to_bf16
 
 
 @jit(unspecialized=("decay",))

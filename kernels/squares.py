@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from titanforge.kernels._triton import LAUNCH_OPTIONS, jit, tl
+from titanforge.kernels.codec_arithmetic import plain_codes
 from titanforge.kernels.epilogues import Epilogue
 from titanforge.kernels.pointers import upload
 from titanforge.kernels.step import Target
-from titanforge.kernels.tiles import decode_tile, plain_codes, store
+from titanforge.kernels.tiles import decode_tile, store
 
 _CHUNK = 1024
 

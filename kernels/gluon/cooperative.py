@@ -12,6 +12,7 @@ With each chunk goes a flag: whether its tile is finite. The updating warps pass
 # pyright: reportArgumentType=false, reportRedeclaration=false, reportIndexIssue=false
 from __future__ import annotations
 
+from titanforge.kernels.codec_arithmetic import BLOCKWISE, KIND, RANDOM, TENSORWISE
 from titanforge.kernels.gluon._gluon import (
     gl,
     jit,
@@ -23,7 +24,7 @@ from titanforge.kernels.gluon._gluon import (
 )
 from titanforge.kernels.gluon.slices import encode, keep_largest, largest_of_eight, next_scale_of, row_lanes
 from titanforge.kernels.gluon.words import decode_words, load_words
-from titanforge.kernels.tiles import BLOCKWISE, KIND, RANDOM, TENSORWISE, count_nonfinite
+from titanforge.kernels.tiles import count_nonfinite
 from titanforge.kernels.wgrad_kernel import tile_of
 
 

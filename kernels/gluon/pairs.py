@@ -10,9 +10,7 @@ again.
 # pyright: reportArgumentType=false, reportRedeclaration=false, reportIndexIssue=false
 from __future__ import annotations
 
-from titanforge.kernels.gluon._gluon import gl, jit, reinterpret
-from titanforge.kernels.gluon.slices import decode, encode
-from titanforge.kernels.tiles import (
+from titanforge.kernels.codec_arithmetic import (
     BLOCKWISE,
     FLOORED,
     FORM,
@@ -27,6 +25,8 @@ from titanforge.kernels.tiles import (
     root,
     scaled,
 )
+from titanforge.kernels.gluon._gluon import gl, jit, reinterpret
+from titanforge.kernels.gluon.slices import decode, encode
 
 
 @jit
@@ -38,7 +38,7 @@ def pair_view(buf):
 
 @jit
 def decode_pairs(pairs, CODEC: gl.constexpr):
-    """fp32 of the lower and of the upper codes, as `tiles.decode_codes` has them."""
+    """fp32 of the lower and of the upper codes, as `codec_arithmetic.decode_codes` has them."""
     if (CODEC & KIND) == TENSORWISE:
         if (CODEC & FORM) == 0:
             asm: gl.constexpr = """{ .reg .b32 t; .reg .b16 a, b; cvt.rn.f16x2.e4m3x2 t, $2;
@@ -69,7 +69,7 @@ def decode_pairs(pairs, CODEC: gl.constexpr):
 
 @jit
 def encode_pairs(y, CODEC: gl.constexpr):
-    """Pairs of codes of fp32 [64, 64] that `tiles.block_rounded` or `tiles.fp8_scaled` gave."""
+    """Pairs of codes of fp32 [64, 64] that `block_rounded` or `fp8_scaled` of `codec_arithmetic` gave."""
     if (CODEC & KIND) == BLOCKWISE:
         asm: gl.constexpr = "{ .reg .b32 t; prmt.b32 t, $1, $2, 0x0040; cvt.u16.u32 $0, t; }"
     elif (CODEC & FORM) == 0:
@@ -95,7 +95,7 @@ def largest_so_far(x, CODEC: gl.constexpr):
 
 @jit
 def row_largest(x, CODEC: gl.constexpr):
-    """`tiles.largest_of` each row of fp32 [64, 64]."""
+    """`codec_arithmetic.largest_of` each row of fp32 [64, 64]."""
     largest = gl.max(largest_so_far(x, CODEC), axis=1)
     return gl.convert_layout(largest, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 

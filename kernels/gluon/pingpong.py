@@ -18,6 +18,7 @@ barriers see to that, one pair for the mainloop and one for the update (of a til
 # pyright: reportArgumentType=false, reportRedeclaration=false, reportIndexIssue=false
 from __future__ import annotations
 
+from titanforge.kernels.codec_arithmetic import BLOCKWISE, KIND, RANDOM
 from titanforge.kernels.gluon._gluon import (
     fence_async_shared,
     gl,
@@ -33,7 +34,7 @@ from titanforge.kernels.gluon.pairs import nothing_met
 from titanforge.kernels.gluon.row_scales import own_place
 from titanforge.kernels.gluon.slice_update import shared_number, shared_numbers, update_slice
 from titanforge.kernels.gluon.slices import keep_largest, next_scale_of, random_key, scale_at
-from titanforge.kernels.tiles import BLOCKWISE, KIND, RANDOM, count_nonfinite
+from titanforge.kernels.tiles import count_nonfinite
 
 
 @jit

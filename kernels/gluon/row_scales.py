@@ -10,9 +10,7 @@ and hands both out to the other threads. Were all four found by every thread, on
 # pyright: reportArgumentType=false, reportRedeclaration=false, reportIndexIssue=false
 from __future__ import annotations
 
-from titanforge.kernels.gluon._gluon import gl, jit
-from titanforge.kernels.gluon.pairs import encode_pairs, largest_so_far, load_pairs, pair_view
-from titanforge.kernels.tiles import (
+from titanforge.kernels.codec_arithmetic import (
     ABSMAX_FLOOR,
     BELOW_127,
     BELOW_255,
@@ -26,6 +24,8 @@ from titanforge.kernels.tiles import (
     root,
     scaled,
 )
+from titanforge.kernels.gluon._gluon import gl, jit
+from titanforge.kernels.gluon.pairs import encode_pairs, largest_so_far, load_pairs, pair_view
 
 
 @jit
@@ -74,7 +74,7 @@ def own_largest(first, second):
 
 @jit
 def levels_of(CODEC: gl.constexpr):
-    """(levels, the scale's share of the largest magnitude), as `tiles.block_scales` has them."""
+    """(levels, the scale's share of the largest magnitude), as `codec_arithmetic.block_scales` has them."""
     if (CODEC & FORM) == 0:
         levels: gl.constexpr = BELOW_127 if (CODEC & RANDOM) != 0 else 127.0
         share: gl.constexpr = INVERSE_127
@@ -86,7 +86,7 @@ def levels_of(CODEC: gl.constexpr):
 
 @jit
 def own_scales(largest, S0_CODEC: gl.constexpr, S1_CODEC: gl.constexpr):
-    """(factor, scale) of each thread's own row, [128] each: `tiles.block_scales`, by the thread's state."""
+    """(factor, scale) of each thread's own row, [128] each, as `block_scales`: by the thread's state."""
     second, _row = own_place()
     levels0, share0 = levels_of(S0_CODEC)
     levels1, share1 = levels_of(S1_CODEC)

@@ -5,11 +5,11 @@
 # pyright: reportArgumentType=false, reportRedeclaration=false, reportIndexIssue=false
 from __future__ import annotations
 
+from titanforge.kernels.codec_arithmetic import KIND, RANDOM, TENSORWISE
 from titanforge.kernels.gluon._gluon import fence_async_shared, gl, jit, mbarrier
 from titanforge.kernels.gluon.pairs import load_slice, store_scales, store_slice
 from titanforge.kernels.gluon.row_scales import load_both, own_place, store_both
 from titanforge.kernels.gluon.slices import accumulator_lanes, accumulator_words
-from titanforge.kernels.tiles import KIND, RANDOM, TENSORWISE
 
 
 @jit

@@ -9,9 +9,7 @@ first or second state; parts that a launch does not have are None.
 # pyright: reportArgumentType=false, reportRedeclaration=false
 from __future__ import annotations
 
-from titanforge.kernels.gluon._gluon import gl, jit
-from titanforge.kernels.philox import lanes, philox, random_words
-from titanforge.kernels.tiles import (
+from titanforge.kernels.codec_arithmetic import (
     BLOCKWISE,
     KIND,
     ROOT,
@@ -25,6 +23,8 @@ from titanforge.kernels.tiles import (
     root,
     scaled,
 )
+from titanforge.kernels.gluon._gluon import gl, jit
+from titanforge.kernels.philox import lanes, philox, random_words
 
 
 @jit

@@ -9,8 +9,7 @@ they are decoded: what waits in a loop as codes of 8 or 16 bits takes a register
 # pyright: reportArgumentType=false, reportRedeclaration=false, reportIndexIssue=false
 from __future__ import annotations
 
-from titanforge.kernels.gluon._gluon import gl, jit
-from titanforge.kernels.tiles import (
+from titanforge.kernels.codec_arithmetic import (
     BLOCKWISE,
     FORM,
     FORM_UNIT,
@@ -20,6 +19,7 @@ from titanforge.kernels.tiles import (
     TENSORWISE,
     scaled,
 )
+from titanforge.kernels.gluon._gluon import gl, jit
 
 
 @jit

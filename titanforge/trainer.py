@@ -2,8 +2,8 @@
 
 A step: fetch the micro-batches, agree with all ranks (valid tokens, failures, signals), forward and
 backward each micro-batch on the *sum* of token losses divided by the valid tokens of the whole
-global batch, reduce over replicas, clip, update, log, evaluate, save. Reading ``train_step`` and
-``train`` is enough to know what a run does; everything else is one call to a collaborator.
+global batch, reduce over replicas, clip, update, log, evaluate, save. ``train_step`` and ``train`` say what
+a run does, ``DeviceStep`` what the device does in a step; everything else is one call to a collaborator.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from titanforge.assembly import (
     mesh_sizes,
     probe_forward,
 )
-from titanforge.captured import CapturedStep, CudaGraph, StaticBatches
 from titanforge.checkpoint import CheckpointManager
 from titanforge.config import ConfigError, JobConfig, to_flat_dict, to_toml
 from titanforge.data import Batch, build_tokenizer, merge_states
+from titanforge.device_step import DeviceStep
 from titanforge.evaluation import Validator
 from titanforge.failure import RANK_LOST, names_key
 from titanforge.finite import FiniteGuard
@@ -41,7 +41,7 @@ from titanforge.layout import build_dims, check_model, parallelize
 from titanforge.metrics import MetricsLogger, Profiler
 from titanforge.models.initialization import initialize_weights
 from titanforge.optim import build_groups, build_optimizer, lr_factor
-from titanforge.parallelisms import clip_factor, init_distributed, set_determinism, set_is_last_micro_batch
+from titanforge.parallelisms import init_distributed, set_determinism
 from titanforge.parallelisms.peers import Progress
 from titanforge.report import announce, summarize
 from titanforge.run_folder import FolderLock, save_config
@@ -139,11 +139,6 @@ class Trainer:
         self.source_tokens: dict[str, int] = {}  # of a mix: tokens read of each source, over all ranks
         stops = config.training.nonfinite_loss == "stop"
         self.finite = FiniteGuard(stops, config.forge.enable, self.device, self.dims.dp_replicate)
-        # What a step's device work reads of the host: tensors, since a captured step would keep numbers as
-        # they were.
-        self._divisor = torch.ones((), dtype=torch.float32, device=self.device)
-        self._valid_tokens = torch.ones((), dtype=torch.float32, device=self.device)
-        self._step_number = torch.zeros((), dtype=torch.int64, device=self.device)
         self._load()
         self.loaded_step = self.step
         self.metrics = self._owned(
@@ -161,7 +156,7 @@ class Trainer:
             Profiler(config.profiling, self.dump_folder, self.runtime.rank, self.step, self.device.type)
         )
         self.agreement = Agreement(self)
-        self.captured = self._build_captured() if config.compile.cuda_graph else None
+        self.device_step = DeviceStep(self)
         if self.is_main:
             announce(self)
         # Last, because it freezes what exists by now.
@@ -221,20 +216,6 @@ class Trainer:
             ),
         )
 
-    def _build_captured(self) -> CapturedStep[tuple[torch.Tensor, torch.Tensor | None]]:
-        """`_compute` as one CUDA graph, on micro-batches in memory that stays where it is."""
-        self._static = StaticBatches(self.device)
-        graph = CudaGraph(self.device)
-        self.metrics.watch_graph(graph)
-        return CapturedStep(
-            lambda: self._compute(self._static.batches),
-            graph,
-            ready=lambda: self.optimizer.capturable,
-            usual=lambda: self.optimizer.usual_step,
-            before_capture=self.optimizer.zero_grad,
-            around_capture=self.metrics.pause,
-        )
-
     # ---------------------------------------------------------------- the loop
 
     def train(self) -> None:
@@ -286,17 +267,10 @@ class Trainer:
             schedule.min_lr_factor,
         )
         self.optimizer.set_lr(factor)
-        self._divisor.fill_(self.sync.gradient_divisor(tokens_by_replica))
-        self._valid_tokens.fill_(max(tokens_by_replica[self.totals.replica], 1) if alone else valid_tokens)
-        self._step_number.fill_(self.step + 1)
+        divisor = self.sync.gradient_divisor(tokens_by_replica)
+        loss_tokens = max(tokens_by_replica[self.totals.replica], 1) if alone else valid_tokens
         self.sync.begin_step(self.micro_batches, tokens_by_replica, agreed=not alone)
-        if self.captured is None:
-            self.optimizer.begin_step(self.micro_batches)
-            loss, grad_norm = self._compute(batches)
-        else:
-            self.optimizer.begin_captured_step(self.micro_batches)
-            self._static.fill(batches)
-            loss, grad_norm = self.captured()
+        loss, grad_norm = self.device_step(batches, divisor, loss_tokens)
         self.step += 1
         shown = alone and self.metrics.due(self.step)
         tokens_shown = self.totals.tokens_seen if shown else self.tokens_seen + valid_tokens
@@ -319,80 +293,10 @@ class Trainer:
         if self.metrics.due(self.step) or self.sync.alarm:
             self._stop_if_nonfinite()
 
-    def _compute(self, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Device side of a step: forward, backward and update. Returns the loss and the gradient's norm; of a
-        step that replicas take by themselves and that is not logged, this one's part of them."""
-        self.optimizer.zero_grad()
-        accumulate = self._accumulate if self.pipeline is None else self._accumulate_in_stages
-        loss = accumulate(batches)
-        self.sync.reduce_gradients()
-        grad_norm, scale = self.optimizer.clip(self._clip_factor)
-        loss, grad_norm = self.totals.over_ranks(loss, grad_norm)
-        if not self.totals.alone:
-            self.totals.share_nonfinite()
-        apply_flag = self.finite.check(loss, grad_norm, self._step_number, self.totals.alone)
-        if not batches:
-            apply_flag = torch.zeros_like(apply_flag)
-        logged = self.totals.begin_log(loss, grad_norm)
-        if self.captured is None:
-            self.sync.step(self.optimizer, apply_flag, scale, self.agreement.attention)
-        else:  # its host side is done
-            self.optimizer.apply_step(apply_flag, scale)
-        if (statistics := self.model.step_statistics()) is not None:
-            # Ranks along tp have routed their own tokens too; replicas count together where they stepped so.
-            data = ("dp_shard_cp", "dp_shard") if self.sync.apart else ("loss", "loss")
-            for name, axis in (data, ("tp", "tp")):
-                group = self.dims.get_group(name)
-                self.ledger.all_reduce(statistics, group, axis=axis, purpose="model statistics")
-            self.model.end_step(apply_flag)
-        return logged()
-
-    def _accumulate(self, batches: list[Batch]) -> torch.Tensor:
-        """Forward and backward of each micro-batch; returns this rank's part of the loss."""
-        loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        for index, batch in enumerate(batches):
-            set_is_last_micro_batch(self.model, index == len(batches) - 1)
-            self.sync.before_backward(index)
-            batch = batch.to(self.device)
-            loss_sum = self.model(batch.tokens, batch.positions, self.documents(batch), batch.labels)
-            # The gradient of every rank is its share of the mean over the whole global batch (over the
-            # replica's part of it if replicas step by themselves), so sums over ranks and micro-batches
-            # need no further division, however the padding is spread.
-            share = loss_sum / self._divisor
-            # Fused weights change during backward, so it must be known by now whether they may.
-            self.optimizer.before_backward(index, self.finite.may_apply(share.detach()))
-            share.backward()
-            loss += loss_sum.detach() / self._valid_tokens
-        return loss
-
     def documents(self, batch: Batch) -> torch.Tensor | None:
         """What a model's call is told of documents. None without `data.document_mask`: ids that are all equal
         mask nothing, but any mask at all keeps attention from the plain causal kernels."""
         return batch.document_ids if self.config.data.document_mask else None
-
-    def _accumulate_in_stages(self, batches: list[Batch]) -> torch.Tensor:
-        """The same on this rank's pipeline stages, whose schedule cuts each batch into micro-batches.
-
-        Replicas sum gradients after the last batch, not during it: backward ends stage by stage.
-        """
-        assert self.pipeline is not None
-        loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        for batch in batches:
-            batch = batch.to(self.device)
-            loss += self.pipeline.forward_backward(
-                batch.tokens, batch.positions, self.documents(batch), batch.labels, self._divisor
-            )
-        return loss / self._valid_tokens
-
-    def _clip_factor(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of the gradients in `.grad`, and the factor that the optimizer has yet to apply."""
-        stages = self.dims.get_group("pp")
-        return clip_factor(
-            self.model.parameters(),
-            self.config.training.max_norm,
-            groups=[] if stages is None else [stages],
-            all_reduce=self.totals.sum_squares,
-        )
 
     def sync_point(self, reason: str) -> None:
         """Make replicas coherent before something looks at weights or states; training goes on from it."""

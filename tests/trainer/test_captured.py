@@ -44,7 +44,7 @@ def run(folder: Path, corpus: Path, steps: int = 6, **more: Any) -> Trainer:
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
-        monkeypatch.setattr("titanforge.trainer.CudaGraph", RecordedGraph)
+        monkeypatch.setattr("titanforge.device_step.CudaGraph", RecordedGraph)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -80,10 +80,11 @@ def test_refreshes_between_replays(name: str, tmp_path: Path) -> None:
     if name == "side A":
         run(tmp_path / "captured", corpus, 2, **more)
     trainer = run(tmp_path / "captured", corpus, 8, compile__cuda_graph=True, **more)
-    assert trainer.captured is not None and trainer.captured.captured
+    captured = trainer.device_step.captured
+    assert captured is not None and captured.captured
     if not GPU:  # steps 1, 4 and 7 refresh; of the others three warm up
         replays = 2 if name != "side A" else 1
-        assert (trainer.captured.graph.captures, trainer.captured.graph.replays) == (1, replays)  # pyright: ignore
+        assert (captured.graph.captures, captured.graph.replays) == (1, replays)  # pyright: ignore
     assert_same_steps(tmp_path / "captured", tmp_path / "eager")
     assert_same_checkpoint(tmp_path / "captured/checkpoint/step-8", tmp_path / "eager/checkpoint/step-8")
 
@@ -93,9 +94,10 @@ def test_captured_is_eager(name: str, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     run(tmp_path / "eager", corpus, **VARIANTS[name])
     trainer = run(tmp_path / "captured", corpus, compile__cuda_graph=True, **VARIANTS[name])
-    assert trainer.captured is not None and trainer.captured.captured
+    captured = trainer.device_step.captured
+    assert captured is not None and captured.captured
     if not GPU:
-        assert (trainer.captured.graph.captures, trainer.captured.graph.replays) == (1, 3)  # pyright: ignore
+        assert (captured.graph.captures, captured.graph.replays) == (1, 3)  # pyright: ignore
     assert_same_steps(tmp_path / "captured", tmp_path / "eager")
     ours, theirs = (
         [line["validation_loss"] for line in lines(tmp_path / kind) if "validation_loss" in line]

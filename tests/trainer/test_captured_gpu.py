@@ -85,7 +85,8 @@ def run(folder: Path, corpus: Path, **more: Any) -> bool:
     trainer = build(folder, corpus, **more)
     try:
         trainer.train()
-        return trainer.captured is not None and trainer.captured.captured
+        captured = trainer.device_step.captured
+        return captured is not None and captured.captured
     finally:
         trainer.close()
 
@@ -113,7 +114,7 @@ def test_a_replay_copies_nothing_from_the_host(more: dict[str, Any], tmp_path: P
     try:
         for _ in range(5):
             trainer.train_step()
-        captured = trainer.captured
+        captured = trainer.device_step.captured
         assert isinstance(captured, CapturedStep) and captured.captured
         trainer.optimizer.begin_captured_step(1)
         torch.cuda.synchronize()

@@ -14,8 +14,8 @@ import torch
 from tests.distributed_harness import process_context
 from tests.trainer.live import LiveRun, saved_steps
 from tests.trainer.runs import argv, column, train_all, training_lines, write_corpus
+from titanforge.device_step import DeviceStep
 from titanforge.parallelisms import peers
-from titanforge.trainer import Trainer
 
 
 def test_kill_9_in_a_save_and_a_truncated_checkpoint_cost_only_the_steps_since(tmp_path):
@@ -77,14 +77,14 @@ def _rank(rank: int, port: int, arguments: list[str], errors: str) -> None:
     peers._ANSWER_SECONDS = 2.0
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    accumulate = Trainer._accumulate
+    accumulate = DeviceStep._accumulate
 
-    def with_a_death(self: Trainer, batches: list) -> torch.Tensor:
-        if rank == 1 and self.step == 2:
+    def with_a_death(self: DeviceStep, batches: list) -> torch.Tensor:
+        if rank == 1 and self.trainer.step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return accumulate(self, batches)
 
-    Trainer._accumulate = with_a_death
+    DeviceStep._accumulate = with_a_death
     sys.exit(main(arguments))
 
 

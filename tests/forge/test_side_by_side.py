@@ -12,7 +12,7 @@ from titanforge.forge.side_by_side import SplitColumns, teach_inductor
 
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = SplitColumns.apply(x @ weight, [weight.shape[1] // 2] * 2)
+    gate, up = SplitColumns.apply(x @ weight, [weight.shape[1] // 2] * 2, None)
     return F.silu(gate) * up
 
 
@@ -23,11 +23,13 @@ def gradients(function, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x.grad, weight.grad
 
 
-@pytest.mark.parametrize("widths", [[8, 8], [5, 8, 3], [16]])
-def test_gradients_of_parts_are_those_of_split(widths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("widths", "head"), [([8, 8], None), ([5, 8, 3], None), ([16], None), ([8, 4, 4], 4), ([8, 8], 2)]
+)
+def test_gradients_of_parts_are_those_of_split(widths: list[int], head: int | None) -> None:
     x = torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
     weights = [torch.randn(2, 3, width, dtype=torch.float64) for width in widths]
-    parts = SplitColumns.apply(x, widths)
+    parts = SplitColumns.apply(x, widths, head)
     assert [part.shape[-1] for part in parts] == widths
     for part, own in zip(parts, x.split(widths, dim=-1)):
         assert torch.equal(part, own)
@@ -37,7 +39,7 @@ def test_gradients_of_parts_are_those_of_split(widths: list[int]) -> None:
 
 def test_a_part_that_nothing_reads_has_no_gradient() -> None:
     x = torch.randn(3, 16, requires_grad=True)
-    SplitColumns.apply(x, [8, 8])[1].sum().backward()
+    SplitColumns.apply(x, [8, 8], None)[1].sum().backward()
     assert torch.equal(x.grad, torch.cat((torch.zeros(3, 8), torch.ones(3, 8)), dim=-1))
 
 

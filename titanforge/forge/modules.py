@@ -276,7 +276,10 @@ def _merged_project(base: Any):
                 return base.project(self, x, names)
         weight, handle, dtype = (getattr(self, name + suffix) for suffix in ("_data", "", "_dtype"))
         together = fused_linear(x, weight, None, handle, dtype)
-        return SplitColumns.apply(together, getattr(self, f"{name}_rows"))
+        rows, head = getattr(self, f"{name}_rows"), getattr(self, "normalised_head", None)
+        if not isinstance(head, int) or any(width % head for width in rows):
+            head = None
+        return SplitColumns.apply(together, rows, head)
 
     return project
 

@@ -149,6 +149,7 @@ class Attention(Projecting):
         self.attend = attend
         self.q_norm = RMSNorm(self.head_dim, qk_norm_eps) if qk_norm_eps is not None else None
         self.k_norm = RMSNorm(self.head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+        self.normalised_head = self.head_dim if qk_norm_eps is not None else None
 
     def forward(self, x_BTD: torch.Tensor, rotation: Rotation, mask: AttentionMask) -> torch.Tensor:
         B, T, _ = x_BTD.shape

@@ -31,7 +31,8 @@ from titanforge.metrics import activation_bytes, estimate_memory
 from titanforge.metrics.estimate import MemoryEstimate
 from titanforge.metrics.memory import GIB
 from titanforge.models.layers.loss import CHUNK_LOGITS
-from titanforge.optim import build_groups, exchange_lines, state_bytes, update_bytes
+from titanforge.optim import build_groups, exchange_lines, factor_values, state_bytes, update_bytes
+from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.parallelisms import (
     ParallelDims,
     PipelinePlan,
@@ -39,6 +40,7 @@ from titanforge.parallelisms import (
     split_model,
     tensor_rank_weights,
 )
+from titanforge.sync.encoded import sent_bytes
 
 
 def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
@@ -80,6 +82,10 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         shards = dims.degree("dp_shard_cp")
         exchanges = exchange_lines(optimizer_groups, shards, in_rows, dims.dp_replicate)
         lines += [f"  {line}" for line in exchanges]
+    factors, code = averaged_factors(config, dims, optimizer_groups), config.sync.exchange_dtype
+    if factors:
+        lines.append(f"  replicas average {factors:,} values of factors at a sync, sent as {code}")
+    kept_of_factors = sent_bytes(code, factors, dims.dp_replicate)
     gradient_bytes, in_backward, logits_kept = DTYPES[training.dtype].itemsize, set[str](), 0
     if config.forge.enable:
         previewed = preview(
@@ -105,7 +111,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
             part,
             layers=args.n_layers if stages is None else stages.layers_alive(rank),
             gradient_bytes=gradient_bytes,
-            state_bytes_per_param=state_bytes(optimizer_groups, config.optimizer) / total,
+            state_bytes_per_param=(state_bytes(optimizer_groups, config.optimizer) + kept_of_factors) / total,
             update=update_bytes(optimizer_groups, lambda name: block_of(name) if name in in_backward else ""),
             update_in_backward=bool(in_backward),
             logits_kept=logits_kept,
@@ -121,6 +127,14 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         verdict = "fits" if estimate.total < 0.92 * capacity else "is unlikely to fit"
         lines.append(f"  {verdict} in the {capacity / GIB:.1f} GiB of this GPU")
     return "\n".join(lines)
+
+
+def averaged_factors(config: JobConfig, dims: ParallelDims, groups: Sequence[ParamGroupSpec]) -> int:
+    """Values of the whole model's factors that replicas average at a sync in place of momenta."""
+    sync = config.sync
+    averages = sync.low_rank and (sync.policy != "every_step" or sync.reduce == "states")
+    whole = dims.degree("dp_shard_cp") == dims.tp == 1
+    return factor_values(groups) if dims.dp_replicate > 1 and averages and whole else 0
 
 
 def rank_models(model: nn.Module, stages: PipelinePlan | None) -> Iterator[nn.Module]:

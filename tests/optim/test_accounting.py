@@ -8,7 +8,7 @@ from torch import nn
 
 from titanforge.config.sections import Optimizer
 from titanforge.models.registry import build_model
-from titanforge.optim import build_groups, build_optimizer, exchange_lines, update_bytes
+from titanforge.optim import build_groups, build_optimizer, exchange_lines, factor_values, update_bytes
 from titanforge.optim.accounting import cross_shard_payload, second_moment_entries, state_entries
 from titanforge.optim.matrix_options import DobbOptions
 from titanforge.optim.orthonormal import _noise as orthonormal_noise
@@ -85,6 +85,12 @@ def test_a_whole_model_is_accounted_for_as_in_the_paper() -> None:
         f"dobb sends 0 scalars a step between 4 shards; second moments, {moments:,} scalars, every 9 steps"
     )
     assert exchange_lines(build_groups(model, Optimizer(name="Muon")), 1) == []
+    dion = Optimizer(name="Dion")
+    dion.dion.rank_fraction = 1 / 16
+    # Between replicas: r (m + n) of four square matrices and two that are four times as wide.
+    assert factor_values(build_groups(model, dion)) == 48 * 100 * (4 * 2 * 1600 + 2 * 5 * 1600)
+    dion.dion.rank_fraction = 1.0
+    assert factor_values(build_groups(model, dion)) == 0
     alone = build_groups(model, options)
     assert exchange_lines(alone, 1) == [], "one rank has nobody to send second moments to"
     (told["replicas"],) = exchange_lines(alone, 1, replicas=2)

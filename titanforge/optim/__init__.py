@@ -15,7 +15,7 @@ from titanforge.optim.build import (
     update_bytes,
 )
 from titanforge.optim.engine import RuleOptimizer
-from titanforge.optim.exchanges import exchange_lines
+from titanforge.optim.exchanges import exchange_lines, factor_values
 from titanforge.optim.links import DataLinks
 from titanforge.optim.lr_schedule import lr_factor
 from titanforge.optim.registry import RULES, build_rule
@@ -36,6 +36,7 @@ __all__ = [
     "build_rule",
     "check_storage",
     "exchange_lines",
+    "factor_values",
     "groups_of_rule",
     "lr_factor",
     "shard_dims",

@@ -12,6 +12,7 @@ from titanforge.optim.dobb.rule import Dobb
 from titanforge.optim.matrix import MatrixRule
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.placement import is_cut, local_tensor
+from titanforge.optim.replica_factors import FactoredRule, pays
 
 
 def exchange_lines(
@@ -44,6 +45,23 @@ def exchange_lines(
         if told:
             lines.append(f"{rule.name} sends {'; '.join(told)}")
     return lines
+
+
+def factor_values(groups: Sequence[ParamGroupSpec]) -> int:
+    """Values that replicas average of whole weights in place of momenta (`replica_factors`): r (m + n) for
+    each matrix of a rule that has factors, where these are smaller.
+    """
+    total = 0
+    for group in groups:
+        for name, param in zip(group.names, group.params):
+            parts = group.parts.get(name, 1)
+            if not isinstance(group.rule, MatrixRule) or not isinstance(group.rule, FactoredRule):
+                continue
+            rows, columns = param.shape[-2] // parts, param.shape[-1]
+            if pays(group.rule, rows, columns):
+                matrices = parts * param.shape[:-2].numel()
+                total += matrices * group.rule.rank(rows, columns) * (rows + columns)
+    return total
 
 
 def _in_rows(param: Tensor, told: int | None) -> int:

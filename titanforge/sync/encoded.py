@@ -8,9 +8,21 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from titanforge.kernels.exchange_codes import ExchangeCode, Sent, decode, encode, sum_pieces
+from titanforge.kernels.exchange_codes import EXCHANGE_CODES, ExchangeCode, Sent, decode, encode, sum_pieces
 from titanforge.sync.ledger import CommLedger, Pending
 from titanforge.sync.policy import REPLICATE_AXIS
+
+
+def sends_differences(code: ExchangeCode | None) -> bool:
+    """Whether factors go as differences from what was sent: 4 bits are too few for them, as measured
+    (docs/sync.md). Gradients are new each time and never do."""
+    return code is not None and code.bits < 8
+
+
+def sent_bytes(name: str, values: int, replicas: int) -> int:
+    """What a replica keeps of factors that it has sent, of so many values. name: `sync.exchange_dtype`."""
+    kept = sends_differences(EXCHANGE_CODES.get(name))
+    return round(4 * (2 + 1 / replicas) * values) if kept else 0
 
 
 @dataclass
@@ -69,8 +81,8 @@ class EncodedSum:
 
     def gather(self, async_op: bool = False) -> None:
         """Send the sum of the own piece to all."""
+        self._arrive()
         assert self._codes is not None and self._received is not None
-        self._arrive(self._received)
         values = self.buffer.numel() // self.group.size()
         own = sum_pieces(self._received, self.code, values, self.sent, self.group.rank())
         self._received, self._gathers = own, True  # held until it was sent
@@ -82,15 +94,16 @@ class EncodedSum:
         """Fill the buffer with the sum."""
         if not self._gathers:
             self.gather()
+        self._arrive()
         assert self._codes is not None
-        self._arrive(self._codes)
         decode(self._codes, self.code, self.buffer, self.sent)
         self._codes = self._received = None
 
-    def _arrive(self, codes: Tensor) -> None:
-        """Wait for the collective that fills `codes`, which may lie in memory of another stream."""
+    def _arrive(self) -> None:
+        """Wait for the collective under way, whose tensors may lie in memory of another stream."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        if codes.is_cuda:
-            codes.record_stream(torch.cuda.current_stream(codes.device))
+        for tensor in (self._codes, self._received):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from titanforge.kernels.exchange_codes import ExchangeCode
 from titanforge.sync.averaging import average, local_part, share_copies
-from titanforge.sync.encoded import SentBefore
+from titanforge.sync.encoded import SentBefore, sends_differences
 from titanforge.sync.ledger import CommLedger
 from titanforge.sync.policy import (
     REPLICATE_AXIS,
@@ -67,8 +67,7 @@ class LocalSteps(SyncPolicy):
         code: ExchangeCode | None = None,
     ) -> None:
         self._local, self._low_rank, self._code = local or LocalUpdate(), low_rank, code
-        # 4 bits are too few for factors themselves, as measured (docs/sync.md). Gradients are new each time.
-        self._sent = SentBefore() if code is not None and code.bits < 8 else None
+        self._sent = SentBefore() if sends_differences(code) else None
         self._warmup_steps, self._max_interval = warmup_steps, max_interval
         self._average_parameters = average_parameters
         self._bucket_elements = max(1, int(bucket_mib * 2**20 / 4))

@@ -25,6 +25,7 @@ from titanforge.kernels.planes import dot
 _PROGRAMS = 528
 """Four for each of Hopper's 132 multiprocessors: so many that the last ones do not keep all waiting."""
 _FEWEST_ROWS = 512
+_WIDEST_TILE = 128
 _ADDED_AT_ONCE = 1024
 
 
@@ -109,7 +110,7 @@ def add_outer_products(total: Tensor, count: Tensor, x: Tensor) -> None:
         count += rows
         return
     x = x if x.stride(1) == 1 else x.contiguous()
-    tile = 16 if INTERPRET else min(128, max(16, next_power_of_2(w)))
+    tile = 16 if INTERPRET else min(_WIDEST_TILE, max(16, next_power_of_2(w)))
     tiles = cdiv(w, tile)
     block_t, fewest = (16, 16) if INTERPRET else (64, _FEWEST_ROWS)
     parts = max(1, min(_PROGRAMS // (blocks * tiles * (tiles + 1) // 2), cdiv(rows, fewest)))

@@ -90,9 +90,11 @@ def free_memory(device: str) -> None:
 
 
 def timed(call: Callable[..., Any], device: str, milliseconds: list[float]) -> Callable[..., Any]:
-    """The call between two moments at which the device is idle."""
+    """The call from a moment at which all ranks are idle to one at which this rank's device is."""
 
     def around(*arguments: Any, **options: Any) -> Any:
+        idle(device)
+        dist.barrier()  # else it waits for whatever a slower rank is late by
         idle(device)
         begin = time.perf_counter()
         result = call(*arguments, **options)

@@ -44,8 +44,9 @@ def _options(tmp_path: Path, **changes: Any) -> Any:
         {"policy": "scheduled", "interval": 8},
         {"policy": "rmmc", "threshold": 1e9, "local_update": "momentum"},
         GRADIENT,
+        {**STATES, "exchange_dtype": "int4"},
     ],
-    ids=["gradients", "states", "scheduled", "rmmc", "gradient"],
+    ids=["gradients", "states", "scheduled", "rmmc", "gradient", "int4"],
 )
 def test_captured_steps_train_as_others_do(tmp_path: Path, sync: dict[str, Any]) -> None:
     graphs: list[RecordedGraph] = []

@@ -11,20 +11,13 @@ from titanforge.kernels.wgrad_kernel import tile_of
 
 @jit
 def tile_of_all(program, tiles_n, tiles_k, group, GROUPED: gl.constexpr):
-    """(expert, i, j) of a tile. group: rows of tiles that are walked together. Launches pass at most 255: a
-    walk by columns, of columns times 256, was no faster and is none of `TileConfig`'s any more.
-    """
+    """(expert, i, j) of a tile. group: rows of tiles that are walked together."""
     expert = 0
     if GROUPED:
         expert = program // (tiles_n * tiles_k)
         program = program % (tiles_n * tiles_k)
-    columns = group >> 8
-    by_columns = columns > 0
-    across, along = tile_of(
-        program, gl.where(by_columns, tiles_k, tiles_n), gl.where(by_columns, tiles_n, tiles_k),
-        gl.where(by_columns, columns, group),
-    )  # fmt: skip
-    return expert, gl.where(by_columns, along, across), gl.where(by_columns, across, along)
+    i, j = tile_of(program, tiles_n, tiles_k, group)
+    return expert, i, j
 
 
 @jit

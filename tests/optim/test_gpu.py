@@ -105,7 +105,7 @@ def test_the_momentum_update_leaves_its_squares_in_a_graph_too(name: str, state_
     """What `rmmc` decides by: as of a pass over the momenta, the same bits eager and replayed."""
     models = eager, captured = Model().cuda(), Model().cuda()
     optimizers = first, second = [build(model, name=name, state_dtype=state_dtype) for model in models]
-    ours, theirs = (optimizer.watch_momenta() for optimizer in optimizers)
+    ours, theirs = (dict(zip(*optimizer.watch_momenta())) for optimizer in optimizers)
     assert sorted(ours) == sorted(theirs) == [f"layers.{index}.weight" for index in range(3)]
     flag, graph = torch.ones((), device="cuda"), torch.cuda.CUDAGraph()
     for step in range(6):

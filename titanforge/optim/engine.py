@@ -78,6 +78,7 @@ class RuleOptimizer:
         )
         self._lr_factor = 1.0
         self._whole_steps_wait = False
+        self._watched: tuple[list[str], Tensor] | None = None
         self._rng = torch.tensor([seed, 0], dtype=torch.int64, device=self._device)
         self._nonfinite = torch.zeros(1, dtype=torch.int32, device=self._device)
         self.links = DataLinks()
@@ -370,11 +371,13 @@ class RuleOptimizer:
         """
         return split.replicated_tensors(self._families)
 
-    def watch_momenta(self) -> dict[str, Tensor]:
+    def watch_momenta(self) -> tuple[list[str], Tensor]:
         """Have `accumulate_step` leave sums of squares of momenta: see `split.watch_momenta`. Call it before
-        it is captured.
+        it is captured; another call returns the same tensor.
         """
-        return split.watch_momenta(self._families)
+        if self._watched is None:
+            self._watched = split.watch_momenta(self._families)
+        return self._watched
 
     @torch.no_grad()
     def write_weights(self) -> None:

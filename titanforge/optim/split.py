@@ -104,25 +104,26 @@ def replicated_tensors(families: Sequence[Family]) -> list[ReplicatedTensor]:
     return found
 
 
-def watch_momenta(families: Sequence[Family]) -> dict[str, Tensor]:
+def watch_momenta(families: Sequence[Family]) -> tuple[list[str], Tensor]:
     """Have A leave the sums of squares of the momenta that a kernel of it writes, from now on.
 
-    Returns fp32 scalars on the device by the weight's name, filled by each A: of this rank's part, of the
-    momentum as it is stored. Where no kernel does A (on a CPU, of an elementwise rule) a weight has none.
+    Returns the weights' names, in the order of `replicated_tensors`, and fp32 [names] on the device that each
+    A fills: of this rank's part, of the momentum as it is stored. A weight where no kernel does A (on a CPU,
+    of an elementwise rule) is not in it.
     """
-    found = {}
+    watched = []
     for family in families:
         items = [entry.item() for entry in family.entries]
         if not (splits(family.rule) and isinstance(family.rule, StateGlobalRule)):
             continue
-        if not all(runs_triton(item.weight) and item.is_plain for item in items):
-            continue
-        new = torch.zeros(len(items), device=items[0].weight.device).unbind(0)
-        for entry, item, squares in zip(family.entries, items, new):
-            if item.squares is None:
-                entry.watch(squares)
-            found[entry.name] = item.squares if item.squares is not None else squares
-    return found
+        if all(runs_triton(item.weight) and item.is_plain for item in items):
+            watched += family.entries
+    if not watched:
+        return [], torch.zeros(0)
+    squares = torch.zeros(len(watched), device=local_tensor(watched[0].param).device)
+    for entry, one in zip(watched, squares.unbind(0)):
+        entry.watch(one)
+    return [entry.name for entry in watched], squares
 
 
 @torch.no_grad()

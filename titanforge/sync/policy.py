@@ -111,9 +111,10 @@ class SplitOptimizer(StepOptimizer, Protocol):
         """Weights (or their fp32 masters) and states in one order on every rank."""
         ...
 
-    def watch_momenta(self) -> Mapping[str, Tensor]:
-        """fp32 scalars by the weight's name, which `accumulate_step` fills from now on: the sum of squares of
-        the momentum that it leaves on this rank. None of a momentum that would be read again for it."""
+    def watch_momenta(self) -> tuple[Sequence[str], Tensor]:
+        """Names of weights, in the order of `replicated_tensors`, and fp32 [names], which `accumulate_step`
+        fills from now on: the sums of squares of the momenta that it leaves on this rank. None of a momentum
+        that would be read again for it."""
         ...
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,10 @@ class Rmmc(LocalSteps):
         self.threshold = threshold
         self.last = self._largest_since_read = 0.0
         self._previous = self._change = torch.zeros(0)
+        self._layers: list[Replicated] | None = None
+        self._names: frozenset[str] = frozenset()
         self._squares: Mapping[str, Tensor] = {}
+        self._squares_in_order = torch.zeros(0)
 
     def attach(self, *args: Any, **options: Any) -> None:
         self._squares = {}
@@ -54,13 +57,21 @@ class Rmmc(LocalSteps):
                 'with momentum, or sync.policy = "scheduled"'
             )
         if self._group is not None:
-            self._squares = self._optimizer.watch_momenta()
+            names, self._squares_in_order = self._optimizer.watch_momenta()
+            self._squares = dict(zip(names, self._squares_in_order.unbind(0)))
+
+    def close(self) -> None:
+        super().close()
+        self._layers = None
 
     @property
     def layers(self) -> list[Replicated]:
         """This rank's part of each momentum that is watched, once attached."""
-        momenta = [item for item in self._tensors if item.slot == "m"]
-        return [item for item in momenta if item.splits] or momenta
+        if self._layers is None:
+            momenta = [item for item in self._tensors if item.slot == "m"]
+            self._layers = [item for item in momenta if item.splits] or momenta
+            self._names = frozenset(item.name for item in self._layers)
+        return self._layers
 
     @property
     def squares(self) -> Mapping[str, Tensor]:
@@ -80,14 +91,16 @@ class Rmmc(LocalSteps):
         layers = self.layers
         if not layers:
             return torch.zeros(0)
-        squares = {name: self._squares[name] for name in unchanged if name in self._squares}
-        if unknown := [item for item in layers if item.name not in squares]:
-            norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
-                [item.tensor for item in unknown], 2.0, dtype=torch.float32
-            )
-            found = torch.stack(list(norms)).square().unbind(0)
-            squares |= {item.name: square for item, square in zip(unknown, found)}
-        total = torch.stack([squares[item.name] for item in layers])
+        known = self._squares.keys() & unchanged
+        if self._names <= known:
+            total = self._squares_in_order.clone()  # the layers are the weights that it is of
+        elif known:
+            read = [item for item in layers if item.name not in known]
+            squares = {name: self._squares[name] for name in known}
+            squares |= {item.name: square for item, square in zip(read, _squares_of(read).unbind(0))}
+            total = torch.stack([squares[item.name] for item in layers])
+        else:
+            total = _squares_of(layers)
         self._ledger.all_reduce(total, self._shard_group, axis="replica", purpose="rmmc norms")
         return total.sqrt()
 
@@ -97,10 +110,9 @@ class Rmmc(LocalSteps):
         self._change = relative_change(norms, previous)
         self._previous = norms
         # No more than 8 bytes: gloo's ring goes round once more for each rank's share of a larger tensor.
-        told = norms.new_full((2,), float(attention))
-        told[0] = self._change.max()
-        if apply_flag is not None:
-            told[1].clamp_(min=2 * (apply_flag == 0).to(told))
+        needs = float(attention)
+        flag = norms.new_full((), needs) if apply_flag is None else torch.where(apply_flag != 0, needs, 2.0)
+        told = torch.stack((self._change.max(), flag))
         # Over all ranks, since not all of a replica's need to see the same layers.
         self._ledger.all_reduce(told, self._world_group, axis=WORLD_AXIS, purpose="decision", op=ReduceOp.MAX)
         self.last, heard = told.tolist()
@@ -145,9 +157,17 @@ class Rmmc(LocalSteps):
             self._previous = torch.tensor([norms[name] for name in names], device=self._previous.device)
 
 
+def _squares_of(momenta: Sequence[Replicated]) -> Tensor:
+    """fp32 [momenta]: the sums of squares of these parts, by a pass over them."""
+    norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
+        [item.tensor for item in momenta], 2.0, dtype=torch.float32
+    )
+    return torch.stack(list(norms)).square()
+
+
 def relative_change(norms: Tensor, previous: Tensor) -> Tensor:
     """Equation 1, elementwise: infinite where the previous norm is 0 and the norm is not, or if undefined."""
-    change = (norms - previous).abs() / previous
-    change = torch.where((previous == 0) & (norms == 0), torch.zeros_like(change), change)
+    change = (norms - previous).abs_().div_(previous)
+    change.masked_fill_(norms + previous == 0, 0.0)
     # A NaN would compare differently from rank to rank.
-    return torch.nan_to_num(change, nan=math.inf, posinf=math.inf)
+    return change.nan_to_num_(nan=math.inf, posinf=math.inf)

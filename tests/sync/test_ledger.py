@@ -46,6 +46,10 @@ def test_one_rank_says_nothing() -> None:
     output = torch.zeros(3)
     assert ledger.reduce_scatter(output, tensor, None, axis="loss", purpose="loss") is None
     assert torch.equal(output, tensor)
+    for collective in (ledger.all_to_all, ledger.all_gather):
+        rows = torch.zeros(1, 3)
+        assert collective(rows, tensor.view_as(rows), None, axis="loss", purpose="loss") is None
+        assert torch.equal(rows[0], tensor)
     assert ledger.total().count == 0
 
 
@@ -60,6 +64,12 @@ def test_policies_by_name() -> None:
     unknown.policy = "sometimes"  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match=r"sync\.policy = 'sometimes'.*valid: every_step"):
         build_sync_policy(unknown)
+    unsent = Sync()
+    unsent.exchange_dtype = "int3"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(
+        ValueError, match=r"sync\.exchange_dtype = 'int3'.*valid: float32, bfloat16, int8, int4"
+    ):
+        build_sync_policy(unsent)
     with pytest.raises(ValueError, match=r"sync\.bucket_mib must be positive"):
         build_sync_policy(Sync(bucket_mib=0.0))
 
@@ -80,6 +90,12 @@ def collectives(rank: int, world_size: int) -> dict[str, int]:
     piece = torch.zeros(2)
     ledger.reduce_scatter(piece, torch.arange(4.0), group, axis="loss", purpose="scatter")
     assert piece.tolist() == [0.0 + 4 * rank, 2.0 + 4 * rank]
+    dealt, gathered = torch.zeros(2, 3), torch.zeros(2, 3)
+    rows = torch.tensor([[0.0], [1.0]]).expand(2, 3) + 10 * rank
+    ledger.all_to_all(dealt, rows.contiguous(), group, axis="loss", purpose="halves")
+    assert dealt.tolist() == [[rank] * 3, [10.0 + rank] * 3]
+    ledger.all_gather(gathered, dealt[0], group, axis="loss", purpose="halves")
+    assert gathered.tolist() == [[0.0] * 3, [1.0] * 3]
     waited = ledger.timings()
     assert waited["comm/loss/max_seconds"] > 0, "whoever waits, it counts"
     assert waited["comm/loss/sum_seconds"] > 0 and ledger.total("loss").seconds < 60
@@ -98,6 +114,7 @@ def test_collectives_are_counted() -> None:
     assert first["comm/loss/max_bytes"] == 4
     assert first["comm/loss/broadcast_bytes"] == 4
     assert first["comm/loss/scatter_bytes"] == 16
+    assert first["comm/loss/halves_bytes"] == 24, "as of one all-reduce of the six values"
 
 
 def moments_of_one_gone(rank: int, world_size: int) -> str:

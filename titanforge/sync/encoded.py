@@ -13,6 +13,18 @@ from titanforge.sync.ledger import CommLedger, Pending
 from titanforge.sync.policy import REPLICATE_AXIS
 
 
+def exchange_code(name: str) -> ExchangeCode | None:
+    """The code of a `sync.exchange_dtype`; None for float32, which is sent as it is. Raises ValueError for
+    another name.
+    """
+    if name == "float32":
+        return None
+    if name not in EXCHANGE_CODES:
+        valid = ", ".join(("float32", *EXCHANGE_CODES))
+        raise ValueError(f"sync.exchange_dtype = {name!r} is none that replicas can send; valid: {valid}")
+    return EXCHANGE_CODES[name]
+
+
 def sends_differences(code: ExchangeCode | None) -> bool:
     """Whether factors go as differences from what was sent: 4 bits are too few for them, as measured
     (docs/sync.md). Gradients are new each time and never do."""
@@ -20,8 +32,8 @@ def sends_differences(code: ExchangeCode | None) -> bool:
 
 
 def sent_bytes(name: str, values: int, replicas: int) -> int:
-    """What a replica keeps of factors that it has sent, of so many values. name: `sync.exchange_dtype`."""
-    kept = sends_differences(EXCHANGE_CODES.get(name))
+    """Bytes that a replica keeps of so many values of factors that it has sent. name: of the code."""
+    kept = sends_differences(exchange_code(name))
     return round(4 * (2 + 1 / replicas) * values) if kept else 0
 
 
@@ -40,8 +52,10 @@ class SentBefore:
         """That of the next exchange, of so many values."""
         if self._next == len(self._all):
             self._all.append(Sent.nothing(values, ranks, device))
+        sent = self._all[self._next]
+        assert sent.own.numel() == values, "exchanges of a step have come in another order"
         self._next += 1
-        return self._all[self._next - 1]
+        return sent
 
     def forget(self) -> None:
         """Nothing was sent yet."""

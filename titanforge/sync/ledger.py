@@ -214,23 +214,20 @@ class CommLedger:
         group: None stands for no communication (one rank), not for the default group.
         Raises CollectiveFailed, here or from `Pending.wait`.
         """
-        if not self._note(tensor, group, "all-reduce", axis, purpose):
+        if not self._note(_bytes(tensor), group, "all-reduce", axis, purpose):
             return None
-        if async_op:
-            with self.named_failure("all-reduce", purpose, axis):
-                work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-            return self._pending(work, "all-reduce", purpose, axis, tensor.device)
-        with self.waited("all-reduce", purpose, axis, tensor.device):
-            dist.all_reduce(tensor, op=op, group=group)
-        return None
+        return self._issue(
+            functools.partial(dist.all_reduce, tensor, op=op, group=group),
+            "all-reduce", purpose, axis, tensor.device, async_op,
+        )  # fmt: skip
 
     def broadcast(
         self, tensor: Tensor, group: ProcessGroup | None, *, group_src: int = 0, axis: str, purpose: str
     ) -> None:
         """Overwrite with the tensor of the group's rank `group_src`."""
-        if self._note(tensor, group, "broadcast", axis, purpose):
-            with self.waited("broadcast", purpose, axis, tensor.device):
-                dist.broadcast(tensor, group=group, group_src=group_src)
+        if self._note(_bytes(tensor), group, "broadcast", axis, purpose):
+            call = functools.partial(dist.broadcast, tensor, group=group, group_src=group_src)
+            self._issue(call, "broadcast", purpose, axis, tensor.device, async_op=False)
 
     def reduce_scatter(
         self,
@@ -245,22 +242,19 @@ class CommLedger:
         """Sum over the group, of which each rank keeps its slice along dim 0; returns the `Pending` to wait
         for if `async_op`.
         """
-        if not self._note(tensor, group, "reduce-scatter", axis, purpose):
+        if not self._note(_bytes(tensor), group, "reduce-scatter", axis, purpose):
             output.copy_(tensor.view_as(output))
             return None
-        if async_op:
-            with self.named_failure("reduce-scatter", purpose, axis):
-                work = _reduce_scatter(output, tensor, group=group, async_op=True)
-            return self._pending(work, "reduce-scatter", purpose, axis, tensor.device)
-        with self.waited("reduce-scatter", purpose, axis, tensor.device):
-            _reduce_scatter(output, tensor, group=group)
-        return None
+        return self._issue(
+            functools.partial(_reduce_scatter, output, tensor, group=group),
+            "reduce-scatter", purpose, axis, tensor.device, async_op,
+        )  # fmt: skip
 
     def all_to_all(
         self,
         output: Tensor,
         tensor: Tensor,
-        group: ProcessGroup,
+        group: ProcessGroup | None,
         *,
         axis: str,
         purpose: str,
@@ -269,15 +263,19 @@ class CommLedger:
         """Send each rank its row of `tensor` [ranks, *]; row r of `output` is what rank r has sent. Returns
         the `Pending` to wait for if `async_op`.
         """
-        return self._half(
-            dist.all_to_all_single, "all-to-all", output, tensor, group, axis, purpose, async_op
-        )
+        if not self._note(_bytes(output) // 2, group, "all-to-all", axis, purpose):
+            output.copy_(tensor)
+            return None
+        return self._issue(
+            functools.partial(dist.all_to_all_single, output, tensor, group=group),
+            "all-to-all", purpose, axis, tensor.device, async_op,
+        )  # fmt: skip
 
     def all_gather(
         self,
         output: Tensor,
         tensor: Tensor,
-        group: ProcessGroup,
+        group: ProcessGroup | None,
         *,
         axis: str,
         purpose: str,
@@ -286,36 +284,37 @@ class CommLedger:
         """Row r of `output` [ranks, *] is the `tensor` [*] of rank r; returns the `Pending` to wait for if
         `async_op`.
         """
+        if not self._note(_bytes(output) // 2, group, "all-gather", axis, purpose):
+            output.copy_(tensor)
+            return None
         gathered = output.view(-1)  # gloo takes no rows
-        return self._half(_all_gather, "all-gather", gathered, tensor, group, axis, purpose, async_op)
+        return self._issue(
+            functools.partial(_all_gather, gathered, tensor, group=group),
+            "all-gather", purpose, axis, tensor.device, async_op,
+        )  # fmt: skip
 
-    def _half(
-        self, collective: Callable[..., Work | None], operation: str, output: Tensor, tensor: Tensor,
-        group: ProcessGroup, axis: str, purpose: str, async_op: bool,
+    def _issue(
+        self, collective: Callable[..., Work | None], operation: str, purpose: str, axis: str,
+        device: torch.device, async_op: bool,
     ) -> Pending | None:  # fmt: skip
-        """One half of an all-reduce, of which `output` has the size."""
-        self.record(axis, purpose, output.numel() * output.element_size() // 2)
-        self.latest = f"the {operation} of {purpose} over {axis}"
-        if async_op:
-            with self.named_failure(operation, purpose, axis):
-                work = collective(output, tensor, group=group, async_op=True)
-            return self._pending(work, operation, purpose, axis, tensor.device)
-        with self.waited(operation, purpose, axis, tensor.device):
-            collective(output, tensor, group=group)
-        return None
-
-    def _pending(
-        self, work: Work | None, operation: str, purpose: str, axis: str, device: torch.device
-    ) -> Pending | None:
+        if not async_op:
+            with self.waited(operation, purpose, axis, device):
+                collective()
+            return None
+        with self.named_failure(operation, purpose, axis):
+            work = collective(async_op=True)
         if work is None:
             return None
         return Pending(work, functools.partial(self.waited, operation, purpose, axis, device))
 
-    def _note(
-        self, tensor: Tensor, group: ProcessGroup | None, operation: str, axis: str, purpose: str
-    ) -> bool:
+    def _note(self, bytes: int, group: ProcessGroup | None, operation: str, axis: str, purpose: str) -> bool:
+        """Record a collective; False, and nothing, for a group of one rank."""
         if group is None or dist.get_world_size(group) == 1:
             return False
-        self.record(axis, purpose, tensor.numel() * tensor.element_size())
+        self.record(axis, purpose, bytes)
         self.latest = f"the {operation} of {purpose} over {axis}"
         return True
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from titanforge.kernels.exchange_codes import EXCHANGE_CODES
+from titanforge.sync.encoded import exchange_code
 from titanforge.sync.every_step import EveryStep
 from titanforge.sync.local_steps import StatesEveryStep
 from titanforge.sync.policy import LocalUpdate, LocalUpdateKind, SyncPolicy
@@ -43,12 +43,12 @@ def _local_options(options: SyncOptions) -> dict[str, Any]:
         "average_parameters": options.average_parameters,
         "low_rank": options.low_rank,
         "bucket_mib": options.bucket_mib,
-        "code": EXCHANGE_CODES.get(options.exchange_dtype),
+        "code": exchange_code(options.exchange_dtype),
     }
 
 
 def _every_step(options: SyncOptions) -> SyncPolicy:
-    code = EXCHANGE_CODES.get(options.exchange_dtype)
+    code = exchange_code(options.exchange_dtype)
     if options.reduce == "states":
         return StatesEveryStep(low_rank=options.low_rank, bucket_mib=options.bucket_mib, code=code)
     return EveryStep(options.bucket_mib, code)

@@ -110,20 +110,26 @@ def test_policies_that_average_need_a_step_in_halves_and_plain_states():
 def test_codes_are_for_what_is_formed_anew(rule):
     codes = (REPLICAS, "--sync.exchange_dtype=int4", f"--optimizer.name={rule}")
     assert validate(*codes, world_size=2) == []  # gradients
-    for policy in (["--sync.reduce=states"], ["--sync.policy=scheduled"], ["--sync.policy=rmmc"]):
-        nothing = rule == "SGD" or (rule == "AdamW" and "rmmc" in policy[0])
-        if nothing:
-            message = refusal_of(*codes, *policy, world_size=2)
+    for policy in ("--sync.reduce=states", "--sync.policy=scheduled", "--sync.policy=rmmc"):
+        if rule == "SGD" or (rule == "AdamW" and "rmmc" in policy):
+            message = refusal_of(*codes, policy, world_size=2)
             assert message.startswith('sync.exchange_dtype = "int4": ') and '"float32"' in message
         else:  # gradients of AdamW, or Dion's factors
-            assert validate(*codes, *policy, world_size=2) == []
+            assert validate(*codes, policy, world_size=2) == []
         if rule in ("Muon", "Dion"):
-            alone = [*codes, *policy, "--optimizer.scalar.name=SGD"]
+            alone = (*codes, policy, "--optimizer.scalar.name=SGD")
             assert "sync.exchange_dtype" in refusal_of(*alone, world_size=2)
-            below = [*alone, "--optimizer.dion.rank_fraction=0.25"]
-            if rule == "Dion":
-                assert validate(*below, world_size=2) == []
-                assert "sync.exchange_dtype" in refusal_of(*below, "--sync.low_rank=false", world_size=2)
+
+
+@pytest.mark.parametrize("policy", ["--sync.reduce=states", "--sync.policy=scheduled", "--sync.policy=rmmc"])
+def test_codes_are_for_factors_where_there_are_any(policy):
+    alone = (REPLICAS, "--sync.exchange_dtype=int4", "--optimizer.name=Dion", "--optimizer.scalar.name=SGD")
+    below = (*alone, policy, "--optimizer.dion.rank_fraction=0.25")
+    assert validate(*below, world_size=2) == []
+    assert "sync.exchange_dtype" in refusal_of(*below, "--sync.low_rank=false", world_size=2)
+    for axis in ("tensor_parallel", "context_parallel", "data_parallel_shard"):
+        message = refusal_of(*below, f"--parallelism.{axis}_degree=2", world_size=4)
+        assert message.startswith('sync.exchange_dtype = "int4": ') and "whole" in message
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,10 @@ def factor_values(groups: Sequence[ParamGroupSpec]) -> int:
     """
     total = 0
     for group in groups:
+        if not isinstance(group.rule, FactoredRule):
+            continue
         for name, param in zip(group.names, group.params):
             parts = group.parts.get(name, 1)
-            if not isinstance(group.rule, MatrixRule) or not isinstance(group.rule, FactoredRule):
-                continue
             rows, columns = param.shape[-2] // parts, param.shape[-1]
             if pays(group.rule, rows, columns):
                 matrices = parts * param.shape[:-2].numel()

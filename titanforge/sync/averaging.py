@@ -64,7 +64,7 @@ def one_buffer(
 ) -> tuple[Tensor, list[Tensor]]:
     """An fp32 buffer for tensors, one after the other, and its views in their shapes. Not filled.
 
-    code: that it is sent with: then each tensor begins a block of its own, and what is between is zero.
+    code: what it is sent with: each tensor then begins a block of its own, and what lies between is zero.
     """
     sizes = [tensor.numel() for tensor in tensors]
     if code is None:

@@ -159,10 +159,11 @@ class EveryStep(SyncPolicy):
         assert self._group is not None
         locals_ = [local_part(param.detach()) for param in bucket.params]
         buffer, bucket.pieces = one_buffer(locals_, self._code, self._group.size())
-        buffer.zero_()
         targets, sources = [], []
         for param, piece in zip(bucket.params, bucket.pieces):
-            if param.grad is not None:
+            if param.grad is None:
+                piece.zero_()
+            else:
                 targets.append(piece)
                 sources.append(local_part(param.grad))
         if targets:
@@ -180,13 +181,15 @@ class EveryStep(SyncPolicy):
         elif buffer.numel() and self._code is not None:
             bucket.encoded = EncodedSum(buffer, self._code, self._group, self._ledger, _PURPOSE)
             bucket.encoded.scatter(async_op=True)
+        index = self._next_bucket
         self._next_bucket += 1
-        before = self._buckets[max(self._next_bucket - 3, 0) : self._next_bucket - 1]
-        if before and (encoded := before[-1].encoded) is not None:
-            encoded.gather(async_op=True)
-            before.pop()
-        if self._optimizer is not None and before:
-            self._finish(before[-1])
+        over = index - 1  # whose sums should be there by now
+        if self._code is not None:
+            if index >= 1 and (encoded := self._buckets[index - 1].encoded) is not None:
+                encoded.gather(async_op=True)
+            over -= 1
+        if self._optimizer is not None and over >= 0:
+            self._finish(self._buckets[over])
 
     def _finish(self, bucket: _Bucket) -> None:
         """Wait for a bucket's sums and hand them over."""

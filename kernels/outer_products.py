@@ -25,6 +25,7 @@ from titanforge.kernels.planes import dot
 _PROGRAMS = 528
 """Four for each of Hopper's 132 multiprocessors: so many that the last ones do not keep all waiting."""
 _FEWEST_ROWS = 512
+"""Of a part, which is written and read once more: it must be worth that."""
 _WIDEST_TILE = 128
 _ADDED_AT_ONCE = 1024
 
@@ -97,9 +98,14 @@ def add_outer_products(total: Tensor, count: Tensor, x: Tensor) -> None:
     """total [B, w, w] += x_bᵀ x_b for each block b of w columns of x, count += its number of rows. In place.
 
     total: fp32, contiguous. count: fp32 scalar. x: [..., B w], of any float type. Sums are in fp32; products
-    of fp32 as `torch.backends.cuda.matmul.allow_tf32` says.
+    of fp32 as `torch.backends.cuda.matmul.allow_tf32` says. Raises ValueError for blocks of 2^31 elements or
+    more, which kernels do not address.
     """
     blocks, w = total.shape[:2]
+    if w * w >= 2**31:
+        raise ValueError(
+            f"blocks of {w} columns are too wide for one sum of outer products: take more blocks"
+        )
     x = x.reshape(-1, blocks * w)
     rows = len(x)
     if rows == 0:

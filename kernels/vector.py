@@ -17,6 +17,7 @@ from titanforge.kernels.step import Target, kernel_parts, reference_update
 from titanforge.kernels.tiles import count_nonfinite, update_tile
 
 _WIDEST = 1024
+_ELEMENTS_OF_A_WARP = 256
 
 
 @jit(unspecialized=("tensor_id",))
@@ -79,15 +80,15 @@ def update_vector(
     observe: only collect the magnitudes that fp8 states would have. For callers that made the `Target` once;
     no custom op: the compiler must not see it.
     """
+    elements = target.shape.numel()
+    if elements == 0:
+        return
     if not runs_triton(gradient):
         gradient = gradient.to(torch.float32).reshape(target.shape)
         if norm_partials is not None:
             norm_partials.zero_()
             norm_partials[0] = gradient.square().sum()
         reference_update(rule, gradient, target, hyper, rng, nonfinite, observe=observe)
-        return
-    elements = target.shape.numel()
-    if elements == 0:
         return
     width = _width(elements)
     w_codec, s0_codec, s1_codec = (CODECS[name].code for name in target.codec_names)
@@ -97,6 +98,6 @@ def update_vector(
         EPILOGUE=rule.jit, SLOTS=len(rule.slots), WEIGHT=target.weight is not None,
         MASTER=target.master is not None, W_CODEC=w_codec, S0_CODEC=s0_codec, S1_CODEC=s1_codec,
         STOCHASTIC=target.stochastic, NORM=norm_partials is not None, COUNT=nonfinite is not None,
-        OBSERVE=observe, MASKED=elements % width != 0, BLOCK_D=width, num_warps=max(1, width // 256),
-        **LAUNCH_OPTIONS,
+        OBSERVE=observe, MASKED=elements % width != 0, BLOCK_D=width,
+        num_warps=max(1, width // _ELEMENTS_OF_A_WARP), **LAUNCH_OPTIONS,
     )  # fmt: skip

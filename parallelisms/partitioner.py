@@ -37,7 +37,10 @@ class RecomputingConcatenations(CustomPartitionerFn):
 def _recomputable_cat() -> Iterator[None]:
     original = getattr(partitioners, "get_default_op_list", None)
     if original is None:
-        logger.warning("normalised queries and keys are kept twice: torch's partitioner has other parts here")
+        logger.warning(
+            'activation_checkpoint.mode = "memory_budget" keeps normalised queries and keys twice: the '
+            f"partitioner of torch {torch.__version__} has other parts than those known here"
+        )
         yield
         return
 

@@ -277,7 +277,7 @@ def _merged_project(base: Any):
         weight, handle, dtype = (getattr(self, name + suffix) for suffix in ("_data", "", "_dtype"))
         together = fused_linear(x, weight, None, handle, dtype)
         rows, head = getattr(self, f"{name}_rows"), getattr(self, "normalised_head", None)
-        if not isinstance(head, int) or any(width % head for width in rows):
+        if head is not None and any(width % head for width in rows):
             head = None
         return SplitColumns.apply(together, rows, head)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from titanforge.config import JobConfig
+from titanforge.config.schema import refusal
 from titanforge.data import SourceSpec, Tokenizer, TrainLoader, build_train_loader
 from titanforge.forge import Steps
 from titanforge.layout import DTYPES, longest_sequence, model_overrides
@@ -53,6 +54,23 @@ def huggingface_form(config: JobConfig, args: Any) -> HuggingFaceForm | None:
     """
     wanted = config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf
     return form_of(args) if wanted else None
+
+
+def check_exchange(config: JobConfig, encodes: Collection[bool]) -> None:
+    """Refuse codes that no rank sends anything in. `validate_config` has refused what the keys alone say; how
+    large factors are, and which weights are sharded, is known of the model.
+
+    encodes: `SyncPolicy.encodes` of all ranks, whose pipeline stages may have different weights.
+    """
+    if not any(encodes):
+        raise refusal(
+            config,
+            "sync.exchange_dtype",
+            "replicas would average states and weights alone, which go as float32: no momentum is whole "
+            'within a replica and larger than its factors. Set it to "float32", or take a smaller '
+            "optimizer.dion.rank_fraction, or neither shards nor tensor parallelism, or sync.policy = "
+            '"every_step" with sync.reduce = "gradients"',
+        )
 
 
 def probe_forward(model: Any, device: torch.device | str) -> torch.Tensor:

@@ -20,6 +20,7 @@ from titanforge.assembly import (
     batch_of_step,
     build_loader,
     build_meta_model,
+    check_exchange,
     data_links,
     forge_steps,
     huggingface_form,
@@ -121,6 +122,8 @@ class Trainer:
         self.optimizer.connect(data_links(self.dims, self.ledger))
         self.sync = self._owned(build_sync_policy(config.sync))
         self.sync.attach(self.model, self._replication(), self.ledger, self.optimizer)
+        if config.sync.exchange_dtype != "float32":
+            check_exchange(config, self.runtime.all_gather_object(self.sync.encodes))
         self.checkpointer = self._owned(
             CheckpointManager(
                 config.checkpoint,

@@ -11,6 +11,8 @@ from titanforge.kernels.codecs import CODECS, Encoded
 from titanforge.kernels.embedding import embedding_update
 from titanforge.kernels.epilogues import EPILOGUES, get_epilogue
 from titanforge.kernels.flat import flat_update
+from titanforge.kernels.step import make_target
+from titanforge.kernels.vector import update_vector, vector_tile_count
 from titanforge.kernels.wgrad import fused_wgrad_update, wgrad
 
 ADAMW = get_epilogue("adamw")
@@ -150,3 +152,11 @@ def test_every_rule_has_both_forms_of_one_signature() -> None:
         out = rule.reference(torch.ones(2, 3), w, *[torch.ones(2, 3)] * len(rule.slots), hyper_vector(rule))
         assert len(out) == 1 + len(rule.slots)
         assert torch.equal(out[0], w) is not rule.updates_weight, name
+
+
+def test_a_vector_without_elements_has_no_sums() -> None:
+    rule, weight = get_epilogue("sgd"), torch.empty(1, 0)
+    update_vector(
+        torch.empty(0), make_target(rule, weight, ()), rule, hyper_vector(rule),
+        norm_partials=torch.empty(vector_tile_count(0)),
+    )  # fmt: skip

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.runs import argv, assert_same_checkpoint, column, lines, train_all, write_corpus
+from tests.trainer.runs import (
+    argv,
+    assert_same_checkpoint,
+    column,
+    lines,
+    train_all,
+    train_each,
+    write_corpus,
+)  # fmt: skip
 
 
 def _arguments(folder: Path, corpus: Path, **overrides: Any) -> list[str]:
@@ -137,3 +145,21 @@ def test_scheduled_inside_hsdp_and_rmmc_inside_tensor_parallelism(tmp_path):
     assert _syncs(split) == _syncs(whole) == [(1, "warm-up"), (4, "max_interval")]
     assert column(split, "sync/rmmc_max")[2:] == pytest.approx(column(whole, "sync/rmmc_max")[2:], rel=1e-3)
     assert column(split, "loss") == pytest.approx(column(whole, "loss"), abs=1e-5)
+
+
+def test_codes_that_would_send_nothing_are_refused(tmp_path):
+    """Whether a momentum goes by its factors depends on the model's sizes and on how it is sharded."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    dion = {
+        "optimizer__name": "dion", "optimizer__scalar__name": "sgd", "sync__exchange_dtype": "int4",
+        "sync__policy": "scheduled", "sync__threshold": None, "sync__max_interval": None,
+        "checkpoint__enable": False, "training__steps": 1,
+    }  # fmt: skip
+    large, small = (
+        _arguments(tmp_path / str(rank), corpus, **dion, optimizer__dion__rank_fraction=rank)
+        for rank in (0.99, 0.25)
+    )
+    refused, runs = train_each(2, [large, small])
+    for code, message in refused:
+        assert code == 2 and 'sync.exchange_dtype = "int4": ' in message and "rank_fraction" in message
+    assert [code for code, _ in runs] == [0, 0]

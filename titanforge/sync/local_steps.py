@@ -145,6 +145,11 @@ class LocalSteps(SyncPolicy):
         self._stepping: list[nn.Parameter] = []
 
     @property
+    def encodes(self) -> bool:
+        factors = self._low_rank and any(item.factored and item.splits for item in self._tensors)
+        return self._group is None or factors or bool(self._stepping)
+
+    @property
     def syncs_next(self) -> bool:
         return self._group is None or self._sync_is_certain(self._steps + 1)
 

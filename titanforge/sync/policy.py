@@ -149,6 +149,11 @@ class SyncPolicy(ABC):
     update out. Equal on all ranks."""
 
     @property
+    def encodes(self) -> bool:
+        """Whether there is anything that this rank sends by `sync.exchange_dtype`; True of one replica."""
+        return True
+
+    @property
     def syncs_next(self) -> bool:
         """Whether it is known before the coming step that it synchronises: then all replicas can agree on it
         beforehand, else each of them takes it by itself until the decision. Equal on all ranks."""

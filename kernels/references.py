@@ -37,10 +37,15 @@ def _select(h: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def fused(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """a b + c of fp32 tensors, rounded once, as a GPU's fused multiply-add does: the product is exact in
-    float64. (The sum is not always, but that its two roundings differ from one is as rare as one in 2^28.)
+    """a b + c of fp32 tensors, b of the result's shape, rounded once, as a GPU's fused multiply-add does: the
+    product is exact in float64. (The sum is not always, but that its two roundings differ from one is as rare
+    as one in 2^28.)
     """
-    return (a.double() * b.double() + c.double()).to(c.dtype)
+    # In place: on a CPU, where training runs these, half the time and memory of three temporaries.
+    exact = b.to(torch.float64, copy=True)
+    exact *= a
+    exact += c
+    return exact.to(c.dtype)
 
 
 def _moments(d: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -181,16 +181,16 @@ def _check_exchange(config: JobConfig, data_parallel: int) -> None:
     # Where nothing folds, rmmc decides by states of whole steps, which take no mean gradient.
     gradients = not all(folds) and (any(folds) or sync.policy != "rmmc")
     parallelism = config.parallelism
-    split = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree > 1
-    whole = data_parallel == parallelism.data_parallel_replicate_degree and not split
-    factors = name == "dion" and sync.low_rank and optimizer.dion.rank_fraction < 1 and whole
+    # FSDP leaves no weight whole; tensor parallelism may, and `check_exchange` of the assembly knows.
+    shards = data_parallel // parallelism.data_parallel_replicate_degree * parallelism.context_parallel_degree
+    factors = name == "dion" and sync.low_rank and optimizer.dion.rank_fraction < 1 and shards == 1
     if not (gradients or factors):
         raise refusal(
             config,
             "sync.exchange_dtype",
             "replicas would average states and weights alone, which go as float32: set it to "
-            '"float32", or take optimizer.name = "Dion" with optimizer.dion.rank_fraction below 1 (and no '
-            "shards, tensor or context parallelism, which leave no weight whole), or sync.policy = "
+            '"float32", or take optimizer.name = "Dion" with optimizer.dion.rank_fraction below 1 (and '
+            "neither shards nor context parallelism, which leave no weight whole), or sync.policy = "
             '"every_step" with sync.reduce = "gradients"',
         )
 

@@ -37,6 +37,7 @@ from titanforge.parallelisms import (
     ParallelDims,
     PipelinePlan,
     expert_modules,
+    expert_shard_dim,
     split_model,
     tensor_rank_weights,
 )
@@ -82,7 +83,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         shards = dims.degree("dp_shard_cp")
         exchanges = exchange_lines(optimizer_groups, shards, in_rows, dims.dp_replicate)
         lines += [f"  {line}" for line in exchanges]
-    factors, code = averaged_factors(config, dims, optimizer_groups), config.sync.exchange_dtype
+    factors, code = averaged_factors(config, dims, args, optimizer_groups), config.sync.exchange_dtype
     if factors:
         lines.append(f"  replicas average {factors:,} values of factors at a sync, sent as {code}")
     kept_of_factors = sent_bytes(code, factors, dims.dp_replicate)
@@ -129,12 +130,24 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     return "\n".join(lines)
 
 
-def averaged_factors(config: JobConfig, dims: ParallelDims, groups: Sequence[ParamGroupSpec]) -> int:
-    """Values of the whole model's factors that replicas average at a sync in place of momenta."""
-    sync = config.sync
-    averages = sync.low_rank and (sync.policy != "every_step" or sync.reduce == "states")
-    whole = dims.degree("dp_shard_cp") == dims.tp == 1
-    return factor_values(groups) if dims.dp_replicate > 1 and averages and whole else 0
+def averaged_factors(
+    config: JobConfig, dims: ParallelDims, args: Any, groups: Sequence[ParamGroupSpec]
+) -> int:
+    """Values of the whole model's factors that replicas average at a sync in place of momenta: of weights
+    that are whole within a replica, or of experts alone, of which each of its ranks holds whole ones."""
+    sync, shards, experts = config.sync, dims.degree("dp_shard_cp"), getattr(args, "n_experts", 0)
+    if (
+        dims.dp_replicate == 1
+        or not sync.low_rank
+        or (sync.policy, sync.reduce) == ("every_step", "gradients")
+    ):
+        return 0
+    if shards == dims.tp == 1:
+        return factor_values(groups)
+    in_rows = (
+        experts_in_rows(dims, experts) if dims.ep > 1 else expert_shard_dim(max(experts, 1), shards) == 1
+    )
+    return factor_values(groups, experts_alone=True) if experts and not in_rows else 0
 
 
 def rank_models(model: nn.Module, stages: PipelinePlan | None) -> Iterator[nn.Module]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -202,3 +204,23 @@ def test_the_dry_run_says_what_each_axis_splits_and_what_a_rank_holds(tmp_path, 
     assert "ep 4: 2 of the 8 experts of a block a rank, 1/2 of them between steps" in told
     assert experts == pytest.approx(whole / 8, abs=0.003)
     assert not dist.is_initialized()
+
+
+def test_the_dry_run_counts_factors_of_whole_experts(tmp_path, monkeypatch, capsys):
+    """Experts are dealt whole, so that replicas average their factors where other weights are sharded."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    dion = {"optimizer__name": "dion", "optimizer__dion__rank_fraction": 0.25, "sync__reduce": "states"}
+
+    def factors(ranks: int, **more: Any) -> int:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        replicas = {"parallelism__data_parallel_replicate_degree": 2, "training__global_batch_size": None}
+        arguments = {**QWEN_MOE, **dion, **replicas, "model__n_layers": 2, "model__hidden_dim": 16, **more}
+        assert main(argv(tmp_path / "run", corpus, job__dry_run=True, **arguments)) == 0
+        told = [line for line in capsys.readouterr().out.splitlines() if "values of factors" in line]
+        return int(told[0].split()[2].replace(",", "")) if told else 0
+
+    experts = 2 * 4 * 3 * 4 * (16 + 32)  # layers, experts, matrices; rank 4 of 16 x 32
+    assert factors(2) > experts
+    assert factors(4) == factors(4, parallelism__expert_parallel_degree=2) == experts
+    assert factors(6) == 0  # three ranks hold rows of each
+    assert factors(4, sync__reduce="gradients") == 0

@@ -47,15 +47,17 @@ def exchange_lines(
     return lines
 
 
-def factor_values(groups: Sequence[ParamGroupSpec]) -> int:
+def factor_values(groups: Sequence[ParamGroupSpec], experts_alone: bool = False) -> int:
     """Values that replicas average of whole weights in place of momenta (`replica_factors`): r (m + n) for
-    each matrix of a rule that has factors, where these are smaller.
+    each matrix of a rule that has factors, where these are smaller. experts_alone: of weights [E, m, n] only.
     """
     total = 0
     for group in groups:
         if not isinstance(group.rule, FactoredRule):
             continue
         for name, param in zip(group.names, group.params):
+            if experts_alone and param.dim() < 3:
+                continue
             parts = group.parts.get(name, 1)
             rows, columns = param.shape[-2] // parts, param.shape[-1]
             if pays(group.rule, rows, columns):

@@ -7,7 +7,8 @@
 Both run the trainer on the job of `--config`. `optimizer` times `step()` in each of T = 9 steps in a row, one
 of which refreshes Dobb's bases, with the device idle before and after. `decision` trains local steps with
 `scheduled`, which asks nobody, and with `rmmc`, turn by turn: the difference of whole steps, the host running
-ahead as ever; and what the decision takes on an idle device: norms, their all-reduces, the host's wait. Where
+ahead as ever; and what the decision takes on an idle device, with no local step launched before it: norms,
+their all-reduces, the host's wait. Where
 a kernel updates momenta it leaves their norms, and the decision reads no momentum; the table says for how
 many layers.
 """
@@ -177,6 +178,7 @@ def decision(args: argparse.Namespace) -> list[dict[str, Any]]:
                 idle(args.device)
                 steps[policy].append((time.perf_counter() - begin) * 1e3 / args.steps)
                 if policy == "rmmc":
+                    policy_of_run._ahead = False  # the whole decision in one call
                     policy_of_run.wants_sync = timed(policy_of_run.wants_sync, args.device, alone)
                     for _ in range(args.steps):
                         trainer.train_step()

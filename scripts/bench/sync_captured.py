@@ -70,6 +70,9 @@ class CapturedUpdates:
         self._optimizer, self._new_graph, self._ready = optimizer, new_graph, ready
         self._steps: dict[Any, CapturedStep[bool]] = {}
 
+    finishes_if = False
+    """A step that may turn out to be none is not among those that are captured."""
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 

@@ -34,31 +34,34 @@ class Passes:
         return self._norm(*args, **options)
 
 
-def train(rule: str, passes: Passes) -> tuple[list[float], list[str | None]]:
-    """Changes that the decisions went by, and what each step was."""
+def train(rule: str, passes: Passes, ahead: bool) -> tuple[list[float], list[str | None], dict[str, Any]]:
+    """Changes that the decisions went by, what each step was, weights and states after them. ahead: whether
+    local steps are launched before it is decided that they are.
+    """
     shards, options, at_sync = RUNS[rule]
     run = Run(Rmmc(0.5, max_interval=2, warmup_steps=1), rule, shards, **options)
     policy: Any = run.policy
+    policy._ahead = ahead
     names = [item.name for item in policy.layers]
     assert list(policy.squares) == names == ["layers.0.weight", "layers.1.weight"]
     changes, reasons = [], []
-    decide = policy.wants_sync
+    ask = policy.ask
 
-    def wants_sync(*args: Any, **options: Any) -> bool:
+    def ask_once(*args: Any, **options: Any) -> Any:
         expected, before = policy.norms(), passes.count
-        wanted = decide(*args, **options)
+        local = ask(*args, **options)
         assert passes.count == before, "a pass over momenta whose norms A has left"
         torch.testing.assert_close(policy._previous, expected, rtol=1e-6, atol=0)
         passes.count = 0
-        return wanted
+        return local
 
-    policy.wants_sync = wants_sync
+    policy.ask = ask_once
     for step in range(STEPS):
         # A step that is left out keeps its momenta, and so their norms.
         reasons.append(run.step(flag=float(step != 5)))
         assert passes.count == (at_sync if reasons[-1] else 0)
         changes.append(policy.last)
-    return changes, reasons
+    return changes, reasons, {name: tensor.tolist() for name, tensor in run.everything().items()}
 
 
 def check(rank: int, world_size: int) -> dict[str, list[str | None]]:
@@ -68,8 +71,9 @@ def check(rank: int, world_size: int) -> dict[str, list[str | None]]:
     for rule, (shards, *_) in RUNS.items():
         if world_size != 2 * shards:
             continue
-        changes, reasons = train(rule, passes)
-        assert train(rule, passes) == (changes, reasons), f"{rule}: not the same bits on repeat"
+        waiting = train(rule, passes, ahead=False)
+        assert train(rule, passes, ahead=True) == waiting, f"{rule}: not the same bits on repeat"
+        reasons = waiting[1]
         assert None in reasons and len(set(reasons)) > 2, "local steps and syncs of several kinds"
         found[rule] = reasons
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -116,6 +117,9 @@ class Run:
         """Returns why the step was a sync, None if it was none."""
         self.optimizer.set_lr(lr_factor)
         self.backward()
+        if not flag:  # why a step is not applied
+            for param in self.model.parameters():
+                param.grad = torch.full_like(param, math.nan)
         self.policy.step(self.optimizer, torch.tensor(flag), torch.tensor(1.0))
         self.count += 1
         events = self.policy.take_events()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.distributed_harness import run_distributed
-from tests.sync.replicas import differences
+from tests.sync.replicas import differences, optimizer_of, unequal
+from titanforge.config.sections import DionOptions
 from titanforge.kernels.exchange_codes import EXCHANGE_CODES
-from titanforge.sync import CommLedger
+from titanforge.sync import CommLedger, Replication, Rmmc
 from titanforge.sync.averaging import average
 from titanforge.sync.encoded import SentBefore
 
@@ -72,3 +74,40 @@ def averaged_in_codes(rank: int, world_size: int) -> None:
 
 def test_codes_over_nccl() -> None:
     run_distributed(averaged_in_codes, 2, backend="nccl")
+
+
+def trained(device: str, rule: str, ahead: bool) -> tuple[dict[str, Tensor], list[str | None]]:
+    """Weights and states of this replica, and what each step was."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 192), nn.Linear(192, 64)).to(device)
+    named = nn.ModuleDict({"layers": model})
+    optimizer = optimizer_of(named, rule, dion=DionOptions(rank_fraction=0.25))
+    policy = Rmmc(0.3, warmup_steps=1, max_interval=3)
+    policy.attach(named, Replication(dist.group.WORLD), CommLedger(), optimizer)
+    policy._ahead = ahead
+    reasons = []
+    for step in range(12):
+        generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        for param in named.parameters():
+            param.grad = (torch.randn(param.shape, generator=generator) * (1 + step % 3)).to(device)
+        out = step == 5 and dist.get_rank() == 1 and not policy.syncs_next
+        policy.begin_step(1, [10, 10])
+        policy.step(optimizer, torch.tensor(float(not out), device=device), torch.tensor(1.0, device=device))
+        events = policy.take_events()
+        reasons.append(events[-1]["sync"] if events else None)
+    found = {f"{item.name}/{item.slot}": item.tensor.clone() for item in optimizer.replicated_tensors()}
+    return found, reasons
+
+
+def launched_ahead(rank: int, world_size: int, device: str = "cuda") -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    for rule in ("sgd", "muon", "rmnp", "dion"):
+        ours, reasons = trained(device, rule, ahead=True)
+        theirs, told = trained(device, rule, ahead=False)
+        assert reasons == told and {None, "rmmc"} <= set(reasons), (rule, reasons, told)
+        assert unequal(ours, theirs) == [], rule
+
+
+def test_a_local_step_launched_before_the_decision_over_nccl() -> None:
+    run_distributed(launched_ahead, 2, backend="nccl")

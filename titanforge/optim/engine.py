@@ -363,6 +363,23 @@ class RuleOptimizer:
             release(items)
         self._table.advance(tables[0][0, 0])
 
+    @property
+    def finishes_if(self) -> bool:
+        """Whether `finish_step_if` may be called. Not with Dobb, whose captures the host keeps account of."""
+        return self.capture is None
+
+    @torch.no_grad()
+    def finish_step_if(self, condition: Tensor, local: split.LocalStep) -> None:
+        """`finish_step(local)` if the device finds the condition true, else nothing; launches either way, so
+        that the host need not know which by now.
+
+        condition: scalar on the device, not 0 for true, the same on all ranks of a replica. Where it is 0
+            weights, states and the step count keep their bits, as in a step that is not applied, gradients
+            stay, and another `finish_step` is to follow. Where it is not, the step is over.
+        """
+        with self._table.only_if(condition):
+            self.finish_step(local)
+
     def replicated_tensors(self) -> list[split.ReplicatedTensor]:
         """Weights and states, live and local, in one order on every rank.
 

@@ -9,7 +9,8 @@ the same numbers as one that never stopped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +104,20 @@ class HyperTable:
                 family.current[0, :, _APPLY] = apply_flag.to(torch.float32)
             if grad_scale is not None:
                 family.current[0, :, _GRAD_SCALE] = grad_scale.to(torch.float32)
+
+    @contextlib.contextmanager
+    def only_if(self, condition: Tensor) -> Iterator[None]:
+        """What is launched inside is applied where the step is and `condition`, a scalar on the device, is
+        not 0; it is launches only. The selected rows are again as they were after it."""
+        kept = self._families[0].current[0, 0, _APPLY].clone()
+        applied = kept * (condition != 0)
+        for family in self._families:
+            family.current[0, :, _APPLY] = applied
+        try:
+            yield
+        finally:
+            for family in self._families:
+                family.current[0, :, _APPLY] = kept
 
     def move_to(self, count: int) -> None:
         """Set the count; where a row was selected, the one of the new count takes its place."""

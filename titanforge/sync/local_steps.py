@@ -80,6 +80,7 @@ class LocalSteps(SyncPolicy):
         self._told = True  # every replica knows the tokens of all of them since the last sync
         self._trained = torch.zeros((), dtype=torch.int64)  # this replica's, without steps left out
         self._left_out = self._owed = False
+        self._ahead = False  # whether local steps are launched before the decision is known
         self._buffers: list[Tensor] = []
         self._events: list[dict[str, Any]] = []
         self._steps = self._syncs = 0
@@ -95,7 +96,16 @@ class LocalSteps(SyncPolicy):
     @abstractmethod
     def wants_sync(self, apply_flag: Tensor | None = None, attention: bool = False) -> bool:
         """The decision, after A and before U, once per step; the same answer on every rank. Arguments as of
-        `step`."""
+        `step`. What `ask` has begun, if it was called, is waited for."""
+
+    def ask(self, apply_flag: Tensor | None = None, attention: bool = False) -> Tensor | None:
+        """Begin with the decision, before `wants_sync`, where the device takes it: launches, and the host
+        waits for none of them. Arguments as of `step`.
+
+        Returns a bool scalar on the device, the same on all ranks: whether the step is local, if it was not
+        known before that it synchronises. None: there is nothing to wait for.
+        """
+        return None
 
     def will_sync(self) -> bool:
         """What `wants_sync` will say, where that does not depend on the step; False where it does."""
@@ -135,7 +145,9 @@ class LocalSteps(SyncPolicy):
         whole = {item.name for item in self._tensors if not item.splits}
         self._stepping = [param for name, param in model.named_parameters() if name in whole]
         self._buffers = _moving_buffers(model)
-        self._trained = torch.zeros((), dtype=torch.int64, device=self._tensors[0].tensor.device)
+        device = self._tensors[0].tensor.device
+        self._trained = torch.zeros((), dtype=torch.int64, device=device)
+        self._ahead = device.type == "cuda"  # elsewhere it is work, not launches, and would be for nothing
         self.after_average()
 
     def close(self) -> None:
@@ -201,9 +213,11 @@ class LocalSteps(SyncPolicy):
         self._momenta_apart |= self._low_rank and any(item.factored for item in self._tensors)
         own = self._step_tokens[self._replica]
         self._trained += own if apply_flag is None else own * (apply_flag != 0).to(self._trained)
+        finished = self._finish_ahead(apply_flag, attention)
         reason = self._reason(apply_flag, attention)
         if reason is None:
-            self._optimizer.finish_step(self._local)
+            if not finished:
+                self._optimizer.finish_step(self._local)
             self._apart = {True: True, False: True}
             self.local_steps += 1
             return
@@ -214,6 +228,21 @@ class LocalSteps(SyncPolicy):
         if self._sent is not None:
             self._sent.begin_step()
         self._optimizer.finish_step(mean=self._mean_of_factors if self._low_rank else None)
+
+    def _finish_ahead(self, apply_flag: Tensor | None, attention: bool) -> bool:
+        """Launch the local step before it is known whether the step is one; whether that was done.
+
+        It takes effect only if the step is local (`finish_step_if`): then it is all that is left to do, else
+        nothing has happened. A device that goes through launches by itself need not wait for the host to
+        hear the decision and to launch U after it.
+        """
+        if not self._ahead or self._sync_is_certain(self._steps) or not self._optimizer.finishes_if:
+            return False
+        is_local = self.ask(apply_flag, attention)
+        if is_local is None:
+            return False
+        self._optimizer.finish_step_if(is_local, self._local)
+        return True
 
     @property
     def _at_bound(self) -> bool:

@@ -107,6 +107,17 @@ class SplitOptimizer(StepOptimizer, Protocol):
         momenta, which only their factors are averaged for."""
         ...
 
+    @property
+    def finishes_if(self) -> bool:
+        """Whether `finish_step_if` may be called."""
+        ...
+
+    def finish_step_if(self, condition: Tensor, local: LocalUpdate) -> None:
+        """`finish_step(local)` where the scalar `condition` is not 0 on the device; the host does not wait to
+        know. Where it is 0 weights, states, gradients and the step count keep their bits, and `finish_step`
+        takes the step."""
+        ...
+
     def replicated_tensors(self) -> Sequence[Replicated]:
         """Weights (or their fp32 masters) and states in one order on every rank."""
         ...

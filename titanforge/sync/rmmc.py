@@ -47,6 +47,8 @@ class Rmmc(LocalSteps):
         self._names: frozenset[str] = frozenset()
         self._squares: Mapping[str, Tensor] = {}
         self._squares_in_order = torch.zeros(0)
+        self._answer: _Answer | None = None
+        self._limits = torch.zeros(0)
 
     def attach(self, *args: Any, **options: Any) -> None:
         self._squares = {}
@@ -59,10 +61,12 @@ class Rmmc(LocalSteps):
         if self._group is not None:
             names, self._squares_in_order = self._optimizer.watch_momenta()
             self._squares = dict(zip(names, self._squares_in_order.unbind(0)))
+            limits = [self.threshold, 1.0]  # of the greatest change; of what a rank has to tell
+            self._limits = torch.tensor(limits, dtype=torch.float64, device=self._previous.device)
 
     def close(self) -> None:
         super().close()
-        self._layers = None
+        self._layers = self._answer = None
 
     @property
     def layers(self) -> list[Replicated]:
@@ -105,7 +109,7 @@ class Rmmc(LocalSteps):
         return total.sqrt()
 
     @torch.no_grad()
-    def wants_sync(self, apply_flag: Tensor | None = None, attention: bool = False) -> bool:
+    def ask(self, apply_flag: Tensor | None = None, attention: bool = False) -> Tensor:
         norms, previous = self.norms(self._squares), self._previous
         self._change = relative_change(norms, previous)
         self._previous = norms
@@ -115,7 +119,17 @@ class Rmmc(LocalSteps):
         told = torch.stack((self._change.max(), flag))
         # Over all ranks, since not all of a replica's need to see the same layers.
         self._ledger.all_reduce(told, self._world_group, axis=WORLD_AXIS, purpose="decision", op=ReduceOp.MAX)
-        self.last, heard = told.tolist()
+        self._answer = _Answer(told)
+        # In float64, as the host compares what it reads: there the threshold is what was configured.
+        wanted, left_out = (told > self._limits).unbind()
+        return wanted <= left_out
+
+    def wants_sync(self, apply_flag: Tensor | None = None, attention: bool = False) -> bool:
+        if self._answer is None:
+            self.ask(apply_flag, attention)
+            assert self._answer is not None
+        self.last, heard = self._answer.read()
+        self._answer = None
         self._left_out, self.alarm = heard > 1, heard > 0
         self._largest_since_read = max(self._largest_since_read, self.last)
         return self.last > self.threshold
@@ -155,6 +169,27 @@ class Rmmc(LocalSteps):
         norms, names = state.get("norms", {}), [item.name for item in self.layers]
         if names and all(name in norms for name in names):
             self._previous = torch.tensor([norms[name] for name in names], device=self._previous.device)
+
+
+class _Answer:
+    """What ranks have told one another, on its way to the host.
+
+    told: fp32 on the device, complete once the current stream has come so far.
+    """
+
+    def __init__(self, told: Tensor) -> None:
+        self._values, self._arrived = told, None
+        if told.is_cuda:
+            self._values = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+            self._values.copy_(told, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(told.device))
+
+    def read(self) -> list[float]:
+        """Waits for it, but for nothing that was launched after it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.tolist()
 
 
 def _squares_of(momenta: Sequence[Replicated]) -> Tensor:

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanforge.assembly import batch_of_step, build_meta_model, forge_steps, mesh_sizes, probe_forward
+from titanforge.assembly import (
+    batch_of_step,
+    build_meta_model,
+    check_exchange,
+    forge_steps,
+    mesh_sizes,
+    probe_forward,
+)
 from titanforge.config import JobConfig
 from titanforge.data import build_tokenizer
 from titanforge.forge import Granule, Ranks, plan_report, preview
@@ -33,6 +40,7 @@ from titanforge.metrics.memory import GIB
 from titanforge.models.layers.loss import CHUNK_LOGITS
 from titanforge.optim import build_groups, exchange_lines, factor_values, state_bytes, update_bytes
 from titanforge.optim.param_groups import ParamGroupSpec
+from titanforge.optim.split import splits
 from titanforge.parallelisms import (
     ParallelDims,
     PipelinePlan,
@@ -84,6 +92,8 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         exchanges = exchange_lines(optimizer_groups, shards, in_rows, dims.dp_replicate)
         lines += [f"  {line}" for line in exchanges]
     factors, code = averaged_factors(config, dims, args, optimizer_groups), config.sync.exchange_dtype
+    if averages_states(config, dims) and code != "float32" and dims.tp == 1:
+        check_exchange(config, [factors > 0 or not all(splits(group.rule) for group in optimizer_groups)])
     if factors:
         lines.append(f"  replicas average {factors:,} values of factors at a sync, sent as {code}")
     kept_of_factors = sent_bytes(code, factors, dims.dp_replicate)
@@ -130,17 +140,19 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     return "\n".join(lines)
 
 
+def averages_states(config: JobConfig, dims: ParallelDims) -> bool:
+    """Whether replicas average states in place of gradients."""
+    sync = config.sync
+    return dims.dp_replicate > 1 and (sync.policy != "every_step" or sync.reduce == "states")
+
+
 def averaged_factors(
     config: JobConfig, dims: ParallelDims, args: Any, groups: Sequence[ParamGroupSpec]
 ) -> int:
     """Values of the whole model's factors that replicas average at a sync in place of momenta: of weights
     that are whole within a replica, or of experts alone, of which each of its ranks holds whole ones."""
-    sync, shards, experts = config.sync, dims.degree("dp_shard_cp"), getattr(args, "n_experts", 0)
-    if (
-        dims.dp_replicate == 1
-        or not sync.low_rank
-        or (sync.policy, sync.reduce) == ("every_step", "gradients")
-    ):
+    shards, experts = dims.degree("dp_shard_cp"), getattr(args, "n_experts", 0)
+    if not (averages_states(config, dims) and config.sync.low_rank):
         return 0
     if shards == dims.tp == 1:
         return factor_values(groups)

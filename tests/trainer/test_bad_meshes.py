@@ -224,3 +224,9 @@ def test_the_dry_run_counts_factors_of_whole_experts(tmp_path, monkeypatch, caps
     assert factors(4) == factors(4, parallelism__expert_parallel_degree=2) == experts
     assert factors(6) == 0  # three ranks hold rows of each
     assert factors(4, sync__reduce="gradients") == 0
+    # Where these are all that would go as codes, a run without any is refused.
+    codes = {"optimizer__scalar__name": "sgd", "sync__exchange_dtype": "int4"}
+    assert factors(4, **codes) == experts
+    with pytest.raises(AssertionError):
+        factors(6, **codes)
+    assert 'sync.exchange_dtype = "int4": ' in capsys.readouterr().err

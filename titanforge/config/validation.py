@@ -45,7 +45,7 @@ def validate_config(config: JobConfig, world_size: int, device_type: str) -> lis
     _check_forge(config, world_size, device_type)
     _check_cuda_graph(config, world_size, device_type)
     _check_sync(config)
-    _check_exchange(config, data_parallel)
+    _check_exchange(config)
     check_data(config)
     check_validation(config)
     warnings += check_checkpoint(config, world_size)
@@ -167,7 +167,7 @@ def _check_sync(config: JobConfig) -> None:
         )
 
 
-def _check_exchange(config: JobConfig, data_parallel: int) -> None:
+def _check_exchange(config: JobConfig) -> None:
     """Codes are for what is formed anew at each exchange: a mean in few bits must not overwrite a state."""
     sync, optimizer = config.sync, config.optimizer
     if sync.exchange_dtype == "float32" or config.parallelism.data_parallel_replicate_degree == 1:
@@ -180,18 +180,15 @@ def _check_exchange(config: JobConfig, data_parallel: int) -> None:
         folds.append(rule_name(optimizer.scalar.name) in FOLDING_RULES)
     # Where nothing folds, rmmc decides by states of whole steps, which take no mean gradient.
     gradients = not all(folds) and (any(folds) or sync.policy != "rmmc")
-    parallelism = config.parallelism
-    # FSDP leaves no weight whole; tensor parallelism may, and `check_exchange` of the assembly knows.
-    shards = data_parallel // parallelism.data_parallel_replicate_degree * parallelism.context_parallel_degree
-    factors = name == "dion" and sync.low_rank and optimizer.dion.rank_fraction < 1 and shards == 1
+    # Whether shards leave a weight whole (they do experts), `check_exchange` of the assembly knows.
+    factors = name == "dion" and sync.low_rank and optimizer.dion.rank_fraction < 1
     if not (gradients or factors):
         raise refusal(
             config,
             "sync.exchange_dtype",
             "replicas would average states and weights alone, which go as float32: set it to "
-            '"float32", or take optimizer.name = "Dion" with optimizer.dion.rank_fraction below 1 (and '
-            "neither shards nor context parallelism, which leave no weight whole), or sync.policy = "
-            '"every_step" with sync.reduce = "gradients"',
+            '"float32", or take optimizer.name = "Dion" with optimizer.dion.rank_fraction below 1, or '
+            'sync.policy = "every_step" with sync.reduce = "gradients"',
         )
 
 

@@ -19,10 +19,10 @@ _CHUNK = 4096
 def apply_update_kernel(
     table_ptr, update_ptr, h_ptr, scale, numel,
     W_TYPE: tl.constexpr, COPY_TYPE: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, RATE: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one weight. table: int64 [weights, 2], addresses of the weight and of its rounded copy.
-    h: (apply, lr, weight_decay, ...). Grid: chunks, weights.
+    h: (apply, lr, weight_decay, ...). RATE: which of h takes the place of lr. Grid: chunks, weights.
     """
     if tl.load(h_ptr) != 0:
         weight = tl.program_id(1).to(tl.int64)
@@ -33,10 +33,12 @@ def apply_update_kernel(
             copy_ptr = tl.multiple_of(copy_ptr, 16)
         index = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
         inside = index < numel
-        lr, decay = tl.load(h_ptr + 1), tl.load(h_ptr + 2)
+        lr = tl.load(h_ptr + RATE)
         w = tl.load(w_ptr + index, mask=inside, other=0.0).to(tl.float32)
         update = tl.load(update_ptr + weight * numel + index, mask=inside, other=0.0).to(tl.float32)
-        moved = (w - (lr * decay) * w) - lr * (scale * update)
+        if DECAY:
+            w = w - (lr * tl.load(h_ptr + 2)) * w
+        moved = w - lr * (scale * update)
         tl.store(w_ptr + index, moved.to(W_TYPE), mask=inside)
         if COPY:
             tl.store(copy_ptr + index, moved.to(COPY_TYPE), mask=inside)
@@ -45,7 +47,9 @@ def apply_update_kernel(
 class ApplyUpdates:
     """`apply_updates` of weights whose tensors do not move: what a launch needs is found once."""
 
-    def __init__(self, weights: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], copies: Sequence[Tensor | None], rate: int = 1, decay: bool = True
+    ) -> None:
         self._tensors = weights, copies
         copy, own_type = copies[0], weights[0].dtype
         self._table = address_table(list(zip(weights, copies)), weights[0].device)
@@ -56,6 +60,8 @@ class ApplyUpdates:
             "COPY": copy is not None,
             "ALIGNED": all(tensor.data_ptr() % 16 == 0 for tensor in present),
             "CHUNK": _CHUNK,
+            "RATE": rate,
+            "DECAY": decay,
         }
 
     def __call__(self, updates: Tensor, hyper: Tensor, scale: float) -> None:
@@ -67,26 +73,40 @@ class ApplyUpdates:
 
 
 def apply_updates(
-    weights: Sequence[Tensor], copies: Sequence[Tensor | None], updates: Tensor, hyper: Tensor, scale: float
+    weights: Sequence[Tensor],
+    copies: Sequence[Tensor | None],
+    updates: Tensor,
+    hyper: Tensor,
+    scale: float,
+    rate: int = 1,
+    decay: bool = True,
 ) -> None:
     """In place; nothing changes where hyper[0] is 0.
 
     weights: contiguous, of one shape and dtype. copies: of the same shape and one dtype, take the weights
-    rounded to nearest; or None. updates: contiguous [len(weights), *shape].
+    rounded to nearest; or None. updates: contiguous [len(weights), *shape]. rate: where in `hyper` the rate is,
+    lr if it is 1. decay: by hyper[2]; without, W <- W - rate s O.
     """
     if runs_triton(updates):
-        ApplyUpdates(weights, copies)(updates, hyper, scale)
+        ApplyUpdates(weights, copies, rate, decay)(updates, hyper, scale)
     else:
-        reference_apply_updates(weights, copies, updates, hyper, scale)
+        reference_apply_updates(weights, copies, updates, hyper, scale, rate, decay)
 
 
 def reference_apply_updates(
-    weights: Sequence[Tensor], copies: Sequence[Tensor | None], updates: Tensor, hyper: Tensor, scale: float
+    weights: Sequence[Tensor],
+    copies: Sequence[Tensor | None],
+    updates: Tensor,
+    hyper: Tensor,
+    scale: float,
+    rate: int = 1,
+    decay: bool = True,
 ) -> None:
     """The same in plain torch."""
     for weight, copy, update in zip(weights, copies, updates):
         w = weight.float()
-        moved = (w - (hyper[1] * hyper[2]) * w) - hyper[1] * (scale * update.float())
+        kept = w - (hyper[rate] * hyper[2]) * w if decay else w
+        moved = kept - hyper[rate] * (scale * update.float())
         moved = torch.where(hyper[0] != 0, moved, w)
         weight.copy_(moved)
         if copy is not None:

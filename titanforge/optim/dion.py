@@ -89,7 +89,8 @@ class Dion(MatrixRule):
     def settle(r: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """The new Q of R [*, short, r], and bool [*, 1, 1]: whether the matrix makes a step."""
         norm = torch.linalg.vector_norm(r, dim=-2, keepdim=True)
-        good = torch.isfinite(r).all(dim=(-2, -1), keepdim=True) & (norm > 0).any(dim=-1, keepdim=True)
+        total = norm.sum(dim=-1, keepdim=True)  # not finite where anything is not
+        good = (total > 0) & (total < torch.inf)
         return torch.where(good & (norm > 0), r / norm, q), good
 
     def update_in_place(self, batch: Batch, h: Tensor) -> bool:

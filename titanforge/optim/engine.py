@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from titanforge.optim import split
 from titanforge.optim.batches import BatchList
+from titanforge.optim.dion import Dion
 from titanforge.optim.dobb.build import build_capture
 from titanforge.optim.dobb.capture import BasisKeeper
 from titanforge.optim.dobb.hooks import Reader
@@ -32,6 +33,7 @@ from titanforge.optim.placement import is_cut, local_tensor
 from titanforge.optim.replica_factors import FactoredRule, Mean, update_by_factors
 from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule
 from titanforge.optim.sharded import update_sharded
+from titanforge.optim.state_stacks import stack_auxiliary
 from titanforge.optim.states import Fp8Scales, Recipe, check_rules, load_states
 
 
@@ -72,6 +74,9 @@ class RuleOptimizer:
             raise ValueError("build the optimizer after the model has been given memory (it is on meta)")
         self._owned = OwnedWeights(self.groups)
         self._families = [new_family(members, recipe) for members in by_rule(self.groups)]
+        for family in self._families:
+            if isinstance(family.rule, Dion):
+                stack_auxiliary(family.entries)
         self._table = HyperTable(
             [(family.rule, [group.options for group in family.groups]) for family in self._families],
             self._device,

@@ -19,9 +19,12 @@ from titanforge.kernels.codecs import decode
 from titanforge.optim import in_place
 from titanforge.optim.batches import Batch
 from titanforge.optim.orthonormal import orthonormal
+from titanforge.optim.state_stacks import one_stack
 
 _ALIGNED = 8
 """Columns of a plane are padded to a multiple of this, which 16-byte accesses need."""
+_FEEDBACK = 6
+"""Where 1 - mu is among a step's numbers."""
 
 
 class LowRankRule(Protocol):
@@ -45,44 +48,51 @@ def low_rank_update(rule: LowRankRule, batch: Batch, h: Tensor, scale: float) ->
     rows, columns = shape[-2] // batch[0].parts, shape[-1]
     wide = columns > rows
     b = _momenta(batch, rows, columns)
-    auxiliary = [item.auxiliary[0] for item in batch]
-    q = torch.stack(auxiliary).view(-1, *auxiliary[0].shape[-2:])
-    p = orthonormal(_times([x.mT for x in b] if wide else b, q))
-    r = _times(b if wide else [x.mT for x in b], p)
+    q = batch.once("q", lambda: one_stack([item.auxiliary[0] for item in batch]))
+    in_one = q is not None
+    if q is None:
+        q = torch.stack([item.auxiliary[0] for item in batch])
+    q = q.view(-1, *q.shape[-2:])
+    rank = q.shape[-1]
+    p = _planes(orthonormal(_times([x.mT for x in b] if wide else b, q)), "hhl" if wide else "hlh")
+    width = p.shape[-1] // 3
+    r = _times_planes(b if wide else [x.mT for x in b], p[..., width:] if wide else p[..., : 2 * width], rank)
     del b
     new_q, good = rule.settle(r, q)
-    p = torch.where(good, p, 0.0)  # no step, and nothing that leaves the momentum
+    bad = ~good
+    p.masked_fill_(bad, 0.0)  # no step, and nothing that leaves the momentum
     if rule.u_writes_state:
-        kept = torch.where(good, r, 0.0)
-        feedback = h.clone()
-        feedback[1:2] = h[6:7]
-        feedback[2:3].zero_()
-        momenta = [item.states[0].values for item in batch]
-        taken = _outer(kept, p) if wide else _outer(p, kept)
-        _apply(batch, "feed back", momenta, [None] * len(batch), taken.view(shape), feedback, 1.0)
-        del taken
-    coarse = batch[0].weight.dtype == torch.bfloat16
-    update = _outer(new_q, p, coarse) if wide else _outer(p, new_q, coarse)
-    weights, copies = [item.weight for item in batch], [item.copy for item in batch]
-    _apply(batch, "apply", weights, copies, update.view(shape), h, scale)
-    kept_q = torch.where(h[0] != 0, new_q, q).view(len(batch), *auxiliary[0].shape)
-    torch._foreach_copy_(auxiliary, list(kept_q.unbind(0)))  # pyright: ignore[reportPrivateImportUsage]
+        kept = _planes(r.masked_fill_(bad, 0.0), "hlh" if wide else "hhl")
+        taken = _product(kept, p.mT) if wide else _product(p, kept.mT)
+        _apply(batch, "feed back", taken.view(shape), h, 1.0)
+        del taken, kept
+    if batch[0].weight.dtype == torch.bfloat16:  # of the high planes alone, in bf16
+        high, own = _planes(new_q, "h"), p[..., :width]
+        update = _product(high, own.mT, own.dtype) if wide else _product(own, high.mT, own.dtype)
+    else:
+        both = _planes(new_q, "hlh" if wide else "hhl")
+        update = _product(both, p.mT) if wide else _product(p, both.mT)
+    _apply(batch, "apply", update.view(shape), h, scale)
+    torch.where(h[0] != 0, new_q, q, out=q)
+    if not in_one:
+        auxiliary = [item.auxiliary[0] for item in batch]
+        torch._foreach_copy_(auxiliary, list(q.view(len(batch), *auxiliary[0].shape).unbind(0)))  # pyright: ignore[reportPrivateImportUsage]
     return True
 
 
-def _apply(
-    batch: Batch,
-    key: str,
-    targets: list[Tensor],
-    copies: Sequence[Tensor | None],
-    update: Tensor,
-    h: Tensor,
-    scale: float,
-) -> None:
+def _apply(batch: Batch, key: str, update: Tensor, h: Tensor, scale: float) -> None:
+    """W moves along the update; or, to "feed back", M <- M - h[6] times it."""
+    rate, decay = (_FEEDBACK, False) if key == "feed back" else (1, True)
+
+    def tensors() -> tuple[list[Tensor], list[Tensor | None]]:
+        if decay:
+            return [item.weight for item in batch], [item.copy for item in batch]
+        return [item.states[0].values for item in batch], [None] * len(batch)
+
     if runs_triton(update):
-        batch.once(key, lambda: ApplyUpdates(targets, copies))(update, h, scale)
+        batch.once(key, lambda: ApplyUpdates(*tensors(), rate, decay))(update, h, scale)
     else:
-        reference_apply_updates(targets, copies, update, h, scale)
+        reference_apply_updates(*tensors(), update, h, scale, rate, decay)
 
 
 def _feeds_back(batch: Batch, rule: LowRankRule) -> bool:
@@ -111,14 +121,17 @@ def _planes(factor: Tensor, pattern: str) -> Tensor:
     """bf16 [k, n, planes c] of an fp32 [k, n, r]: its high (h) and low (l) planes side by side, each padded
     with zeros to c columns.
     """
-    rank = factor.shape[-1]
+    rank, many = factor.shape[-1], len(pattern)
     width = _padded(rank)
-    high = factor.to(torch.bfloat16)
-    parts = {"h": high, "l": factor - high if "l" in pattern else high}
-    beside = factor.new_zeros(*factor.shape[:-1], len(pattern) * width, dtype=torch.bfloat16)
-    for index, plane in enumerate(pattern):
-        beside[..., index * width : index * width + rank] = parts[plane]
-    return beside
+    shape = (*factor.shape[:-1], many, width)
+    new = torch.empty if width == rank else torch.zeros
+    beside = new(shape, dtype=torch.bfloat16, device=factor.device)
+    filled, low = beside[..., :rank], pattern.find("l")
+    high = filled[..., ::2, :] if low == 1 else filled[..., : low if low > 0 else many, :]
+    high.copy_(factor.unsqueeze(-2))
+    if low > 0:
+        torch.sub(factor, filled[..., 0, :], out=filled[..., low, :])
+    return beside.flatten(-2)
 
 
 def _padded(rank: int) -> int:
@@ -134,18 +147,14 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
 
 def _times(planes: list[Tensor], factor: Tensor) -> Tensor:
     """B F, fp32 [k, m, r]. planes: of B [k, m, n]; factor: fp32 [k, n, r]."""
-    rank = factor.shape[-1]
-    beside = _planes(factor, "hl")
-    width = _padded(rank)
+    return _times_planes(planes, _planes(factor, "hl"), factor.shape[-1])
+
+
+def _times_planes(planes: list[Tensor], beside: Tensor, rank: int) -> Tensor:
+    """The same of an F that is in planes, high and low: bf16 [k, n, 2 c]."""
+    width = beside.shape[-1] // 2
     both = _product(planes[0], beside)
     total = both[..., :rank] + both[..., width : width + rank]
     for plane in planes[1:]:
         total += _product(plane, beside[..., :width])[..., :rank]
     return total
-
-
-def _outer(left: Tensor, right: Tensor, coarse: bool = False) -> Tensor:
-    """L R^T [k, m, n] of fp32 [k, m, r] and [k, n, r], in fp32; coarse: of the high planes alone, in bf16."""
-    if coarse:
-        return _product(_planes(left, "h"), _planes(right, "h").mT, torch.bfloat16)
-    return _product(_planes(left, "hlh"), _planes(right, "hhl").mT)

@@ -28,18 +28,22 @@ def orthonormal(x: Tensor) -> Tensor:
     and `cholesky_ex` (cuSOLVER) and `solve_triangular` (cuBLAS) ask nothing of the device.
     """
     rows, rank = x.shape[-2:]
-    wide = x.double()
+    leading, dtype = x.shape[:-2], x.dtype
+    # In place from here on: of the thin matrices there is one copy and the next.
+    wide = x.reshape(-1, rows, rank).to(torch.float64, copy=True)
     norm = torch.linalg.vector_norm(wide, dim=-2, keepdim=True)
-    wide = torch.where(norm == 0, 0.0, wide / norm)
-    wide = wide + torch.where(norm == 0, 1.0, _NOISE) * _noise(rows, rank, x.device)
-    identity = torch.eye(rank, dtype=torch.float64, device=x.device)
-    failed = torch.zeros((), dtype=torch.int32, device=x.device)
-    for shift in (_SHIFT, 0.0):
-        # A small triangle's inverse and one product: a solve with m right-hand sides is slow on a GPU.
-        inverse, bad = inverse_factor(wide.mT @ wide + shift * identity, identity)
-        wide = wide @ inverse.mT
-        failed = failed + bad
-    return torch.where(failed[..., None, None] == 0, wide, torch.nan).to(x.dtype)
+    none = (norm == 0).double()
+    wide.div_(norm + none).addcmul_(none.clamp(min=_NOISE), _noise(rows, rank, x.device))
+    identity = _identity(rank, x.device)
+    gram = torch.bmm(wide.mT, wide)
+    gram.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
+    # A small triangle's inverse and one product: a solve with m right-hand sides is slow on a GPU.
+    inverse, failed = inverse_factor(gram, identity)
+    wide = torch.bmm(wide, inverse.mT)
+    inverse, worse = inverse_factor(torch.bmm(wide.mT, wide), identity)
+    # The root of what is below 0 is NaN, of 0 is 0: a failure goes through the product.
+    inverse = inverse + torch.sqrt(-(failed + worse).double())[:, None, None]
+    return torch.bmm(wide, inverse.mT).to(dtype).view(*leading, rows, rank)
 
 
 def inverse_factor(gram: Tensor, identity: Tensor, leaf: int = _LEAF) -> tuple[Tensor, Tensor]:
@@ -70,6 +74,12 @@ def _noise(rows: int, columns: int, device: torch.device) -> Tensor:
     """Columns of about unit norm, float64."""
     generator = torch.Generator().manual_seed(_DRAW_SEED + rows)
     return (torch.randn(rows, columns, generator=generator, dtype=torch.float64) / math.sqrt(rows)).to(device)
+
+
+# Nor with one here.
+@functools.cache
+def _identity(size: int, device: torch.device) -> Tensor:
+    return torch.eye(size, dtype=torch.float64, device=device)
 
 
 def noise_bytes(rows: int, columns: int) -> int:

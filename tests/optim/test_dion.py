@@ -23,6 +23,7 @@ from titanforge.optim.newton_schulz import newton_schulz
 from titanforge.optim.orthonormal import inverse_factor, orthonormal
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.registry import build_rule
+from titanforge.optim.state_stacks import one_stack
 from titanforge.optim.states import tensor_id
 
 LR, DECAY, MU = 1e-2, 0.1, 0.9
@@ -195,6 +196,27 @@ def test_the_form_for_gpus_looks_at_no_value(rows: int, columns: int, parts: int
         assert torch.equal(mine.weight, theirs.weight)
         assert torch.equal(mine.states[0].values, theirs.states[0].values)
         assert torch.equal(mine.auxiliary[0], theirs.auxiliary[0])
+
+
+def test_factors_are_views_of_one_tensor_that_loading_fills() -> None:
+    """Of weights of one shape, drawn as alone; elsewhere and after a load they lie where they lay."""
+    model = nn.ModuleList(nn.Linear(8, rows, bias=False) for rows in (16, 16, 12, 16))
+    options = Optimizer(name="Dion")
+    optimizer = build_optimizer(model, options, "float32")
+    saved = optimizer.state_dict()["state"]
+    factors = [saved[f"{index}.weight"]["q"] for index in range(4)]
+    rule = optimizer.groups[0].rule
+    for index, factor in enumerate(factors):
+        (drawn,) = rule.new_auxiliary(  # pyright: ignore
+            model[index].weight.shape, factor.device, tensor_id(f"{index}.weight")
+        )
+        assert torch.equal(factor, drawn)
+    whole = one_stack([factors[0], factors[1], factors[3]])
+    assert whole is not None and one_stack(factors[1:]) is None
+    given = {name: {slot: t + 1 for slot, t in slots.items()} for name, slots in saved.items()}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": given})
+    assert torch.equal(whole[2], given["3.weight"]["q"])
+    assert optimizer.state_dict()["state"]["3.weight"]["q"].data_ptr() == whole[2].data_ptr()
 
 
 def test_dion_of_nothing_is_nothing() -> None:

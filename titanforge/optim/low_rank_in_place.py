@@ -7,7 +7,6 @@ is; of one in fp32 there are two planes too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch

@@ -84,8 +84,8 @@ def apply_updates(
     """In place; nothing changes where hyper[0] is 0.
 
     weights: contiguous, of one shape and dtype. copies: of the same shape and one dtype, take the weights
-    rounded to nearest; or None. updates: contiguous [len(weights), *shape]. rate: where in `hyper` the rate is,
-    lr if it is 1. decay: by hyper[2]; without, W <- W - rate s O.
+    rounded to nearest; or None. updates: contiguous [len(weights), *shape]. rate: where in `hyper` it is,
+    1 for lr. decay: by hyper[2]; without, W <- W - rate s O.
     """
     if runs_triton(updates):
         ApplyUpdates(weights, copies, rate, decay)(updates, hyper, scale)

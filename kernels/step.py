@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,9 @@ from titanforge.kernels.codecs import (
     plain_codec,
 )
 from titanforge.kernels.epilogues import Epilogue
+
+_PIECE = 1 << 16
+"""Elements of a tensor that are updated at a time on a CPU: what they need there stays in its cache."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +148,41 @@ def reference_update(
     """
     if float(hyper[0]) == 0.0:
         return
-    finite = bool(torch.isfinite(gradient).all())
+    # The sum takes one pass; only where finite values overflow in it are all of them looked at.
+    finite = math.isfinite(float(gradient.sum())) or bool(torch.isfinite(gradient).all())
     if not finite:
         if nonfinite is not None and not observe:
             nonfinite += 1
         return
+    key = (int(rng[0]), int(rng[1])) if rng is not None else (0, 0)
+    for part, of_part in _pieces(gradient, target):
+        _update_piece(epilogue, part, of_part, hyper, key, observe)
+
+
+def _pieces(gradient: Tensor, target: Target) -> Iterator[tuple[Tensor, Target]]:
+    """The tensor in pieces; whole where what is stored depends on more than its own value (random bits on the
+    coordinate, block scales on neighbours).
+    """
+    elementwise = all(part.codec.kind == "plain" and not part.codec.stochastic for part in target.parts)
+    if gradient.is_cuda or not elementwise or gradient.numel() <= _PIECE:
+        yield gradient, target
+        return
+
+    def cut(tensor: Tensor, first: int) -> Tensor:
+        return tensor.view(-1)[first : first + _PIECE]
+
+    flat = gradient.reshape(-1)
+    for first in range(0, flat.numel(), _PIECE):
+        part = cut(flat, first)
+        states = tuple(Encoded(cut(one.values, first), one.codec) for one in target.states)
+        weight = target.weight and Encoded(cut(target.weight.values, first), target.weight.codec)
+        master = None if target.master is None else cut(target.master, first)
+        yield part, Target(part.shape, weight, states, master)
+
+
+def _update_piece(
+    epilogue: Epilogue, gradient: Tensor, target: Target, hyper: Tensor, key: tuple[int, int], observe: bool
+) -> None:
     old = [decode(state) for state in target.states]
     if target.master is not None:
         weight = target.master
@@ -161,7 +195,7 @@ def reference_update(
                 magnitude = (exact_sqrt(value) if part.codec.root else value).abs().amax()
                 part.meta[2] = torch.maximum(part.meta[2], magnitude)
         return
-    seed, step = (int(rng[0]), int(rng[1])) if rng is not None else (0, 0)
+    seed, step = key
     if target.master is not None:
         target.master.copy_(weight_new)
     if target.weight is not None:

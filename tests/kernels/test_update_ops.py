@@ -160,3 +160,32 @@ def test_a_vector_without_elements_has_no_sums() -> None:
         torch.empty(0), make_target(rule, weight, ()), rule, hyper_vector(rule),
         norm_partials=torch.empty(vector_tile_count(0)),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["adamw", "lion", "momentum_state"])
+def test_a_tensor_in_pieces_has_the_bits_of_the_whole(
+    name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, generator = get_epilogue(name), torch.Generator().manual_seed(0)
+    gradient = torch.randn(70, 30, generator=generator).t()  # not contiguous
+    whole, cut = (Weight(rule, recipe, (30, 70), "cpu") for _ in range(2))
+    hyper, rng = hyper_vector(rule), torch.tensor([3, 4])
+    for weight, size in ((whole, 1 << 20), (cut, 64)):
+        monkeypatch.setattr("titanforge.kernels.step._PIECE", size)
+        flat_update(
+            rule, [weight.weight], [gradient], [weight.states], hyper, masters=[weight.master], rng=rng
+        )
+    assert_same_bits(cut.tensors(), whole.tensors())
+
+
+def test_a_gradient_whose_sum_overflows_is_finite() -> None:
+    weight, before = (Weight(ADAMW, "fp32", (2, 64), "cpu") for _ in range(2))
+    count, gradient = torch.zeros(1, dtype=torch.int32), torch.full((2, 64), 3e38)
+    flat_update(ADAMW, [weight.weight], [gradient], [weight.states], hyper_vector(ADAMW), nonfinite=count)
+    assert not torch.equal(weight.tensors()[0], before.tensors()[0])
+    gradient[1, 3] = -torch.inf
+    after = [tensor.clone() for tensor in weight.tensors()]
+    flat_update(ADAMW, [weight.weight], [gradient], [weight.states], hyper_vector(ADAMW), nonfinite=count)
+    assert_same_bits(weight.tensors(), after)
+    assert int(count) == 1

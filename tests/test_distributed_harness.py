@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,3 +60,15 @@ def test_torchrun_runs_a_script_on_every_rank(tmp_path):
     done = run_torchrun([str(script)], nproc=2)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def _loses_a_connection_at_first(rank: int, world_size: int, folder: str) -> int:
+    if rank == 1 and not (Path(folder) / "seen").exists():
+        (Path(folder) / "seen").touch()
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:553] Connection closed by peer [::1]:1")
+    return rank
+
+
+def test_ranks_start_again_where_gloo_could_not_connect_them(tmp_path):
+    with pytest.warns(UserWarning, match="the ranks start again"):
+        assert run_distributed(_loses_a_connection_at_first, 2, str(tmp_path)) == [0, 1]

@@ -168,6 +168,7 @@ def decision(args: argparse.Namespace) -> list[dict[str, Any]]:
             }
             trainer = trainer_of(args, f"{rule}_{policy}_{turn}", keys)
             policy_of_run: Any = trainer.sync
+            policy_of_run._ahead = args.ahead and policy == "rmmc"
             try:
                 for _ in range(args.warmup):
                     trainer.train_step()
@@ -224,6 +225,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8, help="sequences of a rank and step")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
     parser.add_argument("--rules", nargs="+", default=["Dion", "Muon"], help="of the part `decision`")
+    parser.add_argument(
+        "--ahead", action="store_true", help="of the part `decision`: launch U before it is known"
+    )
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--turns", type=int, default=3)

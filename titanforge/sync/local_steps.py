@@ -80,7 +80,9 @@ class LocalSteps(SyncPolicy):
         self._told = True  # every replica knows the tokens of all of them since the last sync
         self._trained = torch.zeros((), dtype=torch.int64)  # this replica's, without steps left out
         self._left_out = self._owed = False
-        self._ahead = False  # whether local steps are launched before the decision is known
+        # Whether local steps are launched before the decision is known. Off: no GPU has run it, and on a CPU
+        # U is work, not launches, and would be for nothing.
+        self._ahead = False
         self._buffers: list[Tensor] = []
         self._events: list[dict[str, Any]] = []
         self._steps = self._syncs = 0
@@ -145,9 +147,7 @@ class LocalSteps(SyncPolicy):
         whole = {item.name for item in self._tensors if not item.splits}
         self._stepping = [param for name, param in model.named_parameters() if name in whole]
         self._buffers = _moving_buffers(model)
-        device = self._tensors[0].tensor.device
-        self._trained = torch.zeros((), dtype=torch.int64, device=device)
-        self._ahead = device.type == "cuda"  # elsewhere it is work, not launches, and would be for nothing
+        self._trained = torch.zeros((), dtype=torch.int64, device=self._tensors[0].tensor.device)
         self.after_average()
 
     def close(self) -> None:

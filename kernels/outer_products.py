@@ -126,7 +126,7 @@ def add_outer_products(total: Tensor, count: Tensor, x: Tensor) -> None:
     outer_products_kernel[(tiles * tiles, blocks, parts)](
         x, out, count, rows, x.stride(0), span, w,
         TILE=tile, TILES=tiles, BLOCK_T=block_t, SPLIT=parts > 1, MASK_W=w % tile != 0,
-        TO_FP32=INTERPRET and not x.is_cuda, num_warps=4 if tiles == 1 else 8, num_stages=3, **LAUNCH_OPTIONS,
+        TO_FP32=INTERPRET and not x.is_cuda, num_warps=4, num_stages=3, **LAUNCH_OPTIONS,
     )  # fmt: skip
     if parts > 1:
         elements = total.numel()

@@ -168,7 +168,8 @@ def decision(args: argparse.Namespace) -> list[dict[str, Any]]:
             }
             trainer = trainer_of(args, f"{rule}_{policy}_{turn}", keys)
             policy_of_run: Any = trainer.sync
-            policy_of_run._ahead = args.ahead and policy == "rmmc"
+            if args.wait:
+                policy_of_run._ahead = 0.0
             try:
                 for _ in range(args.warmup):
                     trainer.train_step()
@@ -179,7 +180,7 @@ def decision(args: argparse.Namespace) -> list[dict[str, Any]]:
                 idle(args.device)
                 steps[policy].append((time.perf_counter() - begin) * 1e3 / args.steps)
                 if policy == "rmmc":
-                    policy_of_run._ahead = False  # the whole decision in one call
+                    policy_of_run._ahead = 0.0  # the whole decision in one call
                     policy_of_run.wants_sync = timed(policy_of_run.wants_sync, args.device, alone)
                     for _ in range(args.steps):
                         trainer.train_step()
@@ -226,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
     parser.add_argument("--rules", nargs="+", default=["Dion", "Muon"], help="of the part `decision`")
     parser.add_argument(
-        "--ahead", action="store_true", help="of the part `decision`: launch U before it is known"
+        "--wait", action="store_true", help="of the part `decision`: launch U only once it is known"
     )
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12)

@@ -93,8 +93,8 @@ def assert_same_state(found: Encoded, expected: Encoded) -> None:
             assert_same_bits([found.meta], [expected.meta])
         return
     codes, wanted = (part.values.cpu().view(torch.uint8).int() for part in (found, expected))
-    assert (codes - wanted).abs().max() <= 1
-    assert (codes != wanted).float().mean() <= 1e-2
+    assert ((codes - wanted).abs() <= 1).all()
+    assert (codes != wanted).sum() <= 1e-2 * codes.numel()  # of an empty tensor too
     assert found.meta is not None
     assert expected.meta is not None
     assert torch.allclose(found.meta.cpu(), expected.meta, rtol=2.0**-20, atol=0.0)

@@ -31,6 +31,12 @@ from titanforge.sync.policy import (
     SyncPolicy,
 )
 
+_AHEAD = 1 / 8
+"""Of decisions. With Dion, whose launches keep the host as long as the GPU, a late launch costs about
+an eighth of U (docs/sync.md): at more syncs than that, to run U twice at each costs more."""
+_NEWEST = 1 / 8
+"""What the latest decision counts for in their running mean."""
+
 
 class LocalSteps(SyncPolicy):
     """Base of the policies that leave replicas alone for some steps.
@@ -80,9 +86,10 @@ class LocalSteps(SyncPolicy):
         self._told = True  # every replica knows the tokens of all of them since the last sync
         self._trained = torch.zeros((), dtype=torch.int64)  # this replica's, without steps left out
         self._left_out = self._owed = False
-        # Whether local steps are launched before the decision is known. Off: no GPU has run it, and on a CPU
-        # U is work, not launches, and would be for nothing.
-        self._ahead = False
+        # Local steps are launched before the decision is known while fewer than this of the recent ones were
+        # for a sync, at which U then runs twice. On a CPU never: there it is not launched but done.
+        self._ahead = 0.0
+        self._recent_syncs = 0.0  # of decisions, as a running mean
         self._buffers: list[Tensor] = []
         self._events: list[dict[str, Any]] = []
         self._steps = self._syncs = 0
@@ -147,7 +154,9 @@ class LocalSteps(SyncPolicy):
         whole = {item.name for item in self._tensors if not item.splits}
         self._stepping = [param for name, param in model.named_parameters() if name in whole]
         self._buffers = _moving_buffers(model)
-        self._trained = torch.zeros((), dtype=torch.int64, device=self._tensors[0].tensor.device)
+        device = self._tensors[0].tensor.device
+        self._trained = torch.zeros((), dtype=torch.int64, device=device)
+        self._ahead = _AHEAD if device.type == "cuda" else 0.0
         self.after_average()
 
     def close(self) -> None:
@@ -208,13 +217,16 @@ class LocalSteps(SyncPolicy):
             super().step(optimizer, apply_flag, grad_scale)
             return
         self._steps += 1
-        whole = self.watches_whole_steps() and not self._sync_is_certain(self._steps)
+        certain = self._sync_is_certain(self._steps)
+        whole = self.watches_whole_steps() and not certain
         self._optimizer.accumulate_step(apply_flag, grad_scale, whole)
         self._momenta_apart |= self._low_rank and any(item.factored for item in self._tensors)
         own = self._step_tokens[self._replica]
         self._trained += own if apply_flag is None else own * (apply_flag != 0).to(self._trained)
-        finished = self._finish_ahead(apply_flag, attention)
+        finished = not certain and self._finish_ahead(apply_flag, attention)
         reason = self._reason(apply_flag, attention)
+        if not certain:
+            self._recent_syncs += (float(reason is not None) - self._recent_syncs) * _NEWEST
         if reason is None:
             if not finished:
                 self._optimizer.finish_step(self._local)
@@ -236,7 +248,7 @@ class LocalSteps(SyncPolicy):
         nothing has happened. A device that goes through launches by itself need not wait for the host to
         hear the decision and to launch U after it.
         """
-        if not self._ahead or self._sync_is_certain(self._steps) or not self._optimizer.finishes_if:
+        if self._recent_syncs >= self._ahead or not self._optimizer.finishes_if:
             return False
         is_local = self.ask(apply_flag, attention)
         if is_local is None:

@@ -72,6 +72,13 @@ def test_gpu_settings_warn_on_cpu_alone(key):
     assert validate(f"--{key}", device="cuda") == []
 
 
+def test_low_rank_needs_a_rank_below_the_full_one():
+    dion = [REPLICAS, "--optimizer.name=Dion", "--sync.policy=scheduled", "--sync.low_rank=false"]
+    (warning,) = validate(*dion, world_size=2)
+    assert warning.startswith("sync.low_rank = false has no effect: at optimizer.dion.rank_fraction = 1 ")
+    assert validate(*dion, "--optimizer.dion.rank_fraction=0.25", world_size=2) == []
+
+
 def test_one_line_per_reason():
     (warning,) = validate("--validation.freq=5", "--validation.steps=2")
     assert warning == "validation.freq = 5, validation.steps = 2 have no effect: validation.enable is false"

@@ -106,6 +106,13 @@ DEPENDENCES = (
         "no momentum is averaged by its factors: that is Dion's, under policies that average states",
     ),
     Dependence(
+        ("sync.low_rank",),
+        lambda config, device: (
+            rule_name(config.optimizer.name) != "dion" or config.optimizer.dion.rank_fraction < 1
+        ),
+        "at optimizer.dion.rank_fraction = 1 factors are no smaller than the momentum, which is averaged",
+    ),
+    Dependence(
         ("parallelism.context_parallel_method",),
         lambda config, device: config.parallelism.context_parallel_degree > 1,
         "parallelism.context_parallel_degree is 1",

@@ -86,9 +86,9 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     for group in optimizer_groups:
         options = ", ".join(f"{key} {value:g}" for key, value in group.options.items())
         lines.append(f"  {group.name:<28}{group.num_parameters:>18,}  {options}")
+    shards = dims.degree("dp_shard_cp") if dims.tp == 1 else 1
     if dims.tp == 1:  # the tables know matrices that one axis cuts
         in_rows = experts_in_rows(dims, getattr(args, "n_experts", 0))
-        shards = dims.degree("dp_shard_cp")
         exchanges = exchange_lines(optimizer_groups, shards, in_rows, dims.dp_replicate)
         lines += [f"  {line}" for line in exchanges]
     factors, code = averaged_factors(config, dims, args, optimizer_groups), config.sync.exchange_dtype
@@ -123,7 +123,9 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
             layers=args.n_layers if stages is None else stages.layers_alive(rank),
             gradient_bytes=gradient_bytes,
             state_bytes_per_param=(state_bytes(optimizer_groups, config.optimizer) + kept_of_factors) / total,
-            update=update_bytes(optimizer_groups, lambda name: block_of(name) if name in in_backward else ""),
+            update=update_bytes(
+                optimizer_groups, lambda name: block_of(name) if name in in_backward else "", shards
+            ),
             update_in_backward=bool(in_backward),
             logits_kept=logits_kept,
         )

@@ -39,7 +39,7 @@ from titanforge.trainer import Trainer
 ROOT = Path(__file__).resolve().parents[2]
 PERIOD = 9
 METHODS = ("AdamW fused", "AdamW", "RMNP", "Dobb", "Dobb, refresh in the call", "Dion", "Muon")
-SENT = ("momenta", "factors", "row norms", "second moments")
+SENT = ("momenta", "updates", "factors", "row norms", "second moments")
 """What rules of matrices exchange."""
 NEVER = {"scheduled": {"interval": 10**9}, "rmmc": {"threshold": 1e9}}
 """Policies that take local steps alone."""

@@ -103,6 +103,11 @@ def fused(model: nn.Module, config: JobConfig, dims: ParallelDims) -> Any:
     return _attached(model, config, dims)
 
 
+def partly_fused(model: nn.Module, config: JobConfig, dims: ParallelDims) -> Any:
+    """Updates inside backward where the plan has them, the others by `step`."""
+    return _attached(model, config, dims, all_fused=False)
+
+
 def formed(model: nn.Module, config: JobConfig, dims: ParallelDims) -> Any:
     """The same operands, but each gradient is formed from the same tiles and handed to the flat pass."""
 
@@ -113,7 +118,9 @@ def formed(model: nn.Module, config: JobConfig, dims: ParallelDims) -> Any:
     return _attached(model, config, dims, planner=always)
 
 
-def _attached(model: nn.Module, config: JobConfig, dims: ParallelDims, **more: Any) -> Any:
+def _attached(
+    model: nn.Module, config: JobConfig, dims: ParallelDims, all_fused: bool = True, **more: Any
+) -> Any:
     device = next(model.parameters()).device
     optimizer = attach(
         model,
@@ -125,7 +132,8 @@ def _attached(model: nn.Module, config: JobConfig, dims: ParallelDims, **more: A
         ranks=_ranks(dims),
         **more,
     )
-    if left := [line.name for line in optimizer.plan if not line.plan.fused]:
+    left = [line.name for line in optimizer.plan if not line.plan.fused]
+    if left and all_fused:
         raise RuntimeError(f"not fused, so nothing would be shown: {left}")
     return optimizer
 

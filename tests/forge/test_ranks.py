@@ -10,7 +10,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from scripts.exactness.registry import World
-from scripts.exactness.runs import Layout, Run, batch, fused, job, ordinary, tensors_apart
+from scripts.exactness.runs import (
+    Layout,
+    Run,
+    batch,
+    fused,
+    job,
+    ordinary,
+    partly_fused,
+    tensors_apart,
+)
 from tests.distributed_harness import run_distributed
 from tests.trainer.runs import (
     argv,
@@ -71,7 +80,9 @@ def on_two_ranks(rank: int, world_size: int) -> None:
         bad_loss_on_one_rank(world, layout)
         gradients_are_gone(world, layout)
         replaced_weight(world, layout)
-    unreached_weight(world)
+    unreached_weight(world, Layout(dp_shard=2), fused)
+    # The spare weight waits for `step`, which is to leave alone what backward and the exchange have done.
+    unreached_weight(world, Layout(tp=2), partly_fused, "Muon")
 
 
 def bad_loss_on_one_rank(world: World, layout: Layout) -> None:
@@ -139,13 +150,13 @@ def replaced_weight(world: World, layout: Layout) -> None:
     run.close()
 
 
-def unreached_weight(world: World) -> None:
+def unreached_weight(world: World, layout: Layout, make_fused: Any, rule: str = "AdamW") -> None:
     """A weight without gradient still takes the part of its step that is free of it."""
     weights = {}
-    for make in (fused, ordinary):
-        run = Run(world, job(world, Layout(dp_shard=2)), make)
+    for make in (make_fused, ordinary):
+        run = Run(world, job(world, layout, optimizer__name=rule), make)
         run.model.register_parameter("spare", torch.nn.Parameter(torch.ones(3, 3)))
-        if make is fused:
+        if make is make_fused:
             run.optimizer.detach()
         run.optimizer = make(run.model, run.config, run.dims)
         tokens, labels = batch(world, run.config, 0)
@@ -158,7 +169,7 @@ def unreached_weight(world: World) -> None:
         weights[make] = run.weights()
         assert float(weights[make]["spare"].mean()) == pytest.approx(1 - 1e-3 * 0.1)
         assert any(isinstance(param, DTensor) for param in run.model.parameters())
-    assert tensors_apart(weights[fused], weights[ordinary]) == 0.0
+    assert tensors_apart(weights[make_fused], weights[ordinary]) == 0.0
 
 
 def test_guards_hold_on_every_rank() -> None:

@@ -67,7 +67,9 @@ def test_states_are_those_that_an_optimizer_has(name: str) -> None:
 
 
 def test_a_whole_model_is_accounted_for_as_in_the_paper() -> None:
-    """Figure 1: Dion's payload on GPT-2 XL is 1.5 rho of Muon's; a fused QKV counts as its three matrices."""
+    """Figure 1: Dion's payload on GPT-2 XL is 1.5 rho of Muon's mn; a fused QKV counts as its three matrices.
+    Muon's ranks hand over less: of 4 shards a quarter of the momenta and as much of updates.
+    """
     with torch.device("meta"):
         model, _ = build_model("gpt2", "1.56B", vocab_size=1, seq_len=8)
     told = {}
@@ -77,7 +79,7 @@ def test_a_whole_model_is_accounted_for_as_in_the_paper() -> None:
         options.dobb.blocks = 16
         (told[name],) = exchange_lines(build_groups(model, options), 4)
     entries = 48 * (4 * 1600**2 + 2 * 4 * 1600**2)
-    assert told["Muon"] == f"muon sends {entries:,} scalars a step between 4 shards"
+    assert told["Muon"] == f"muon sends {2 * entries // 4:,} scalars a step between 4 shards"
     assert told["Dion"] == f"dion sends {entries * 15 // 160:,} scalars a step between 4 shards"
     assert told["RMNP"] == "rmnp sends 0 scalars a step between 4 shards"
     moments = 48 * (3 * 1600**2 + 6400**2) // 16
@@ -105,6 +107,8 @@ def test_room_of_updates() -> None:
     muon = build_groups(model, Optimizer(name="Muon"))
     assert update_bytes(muon) == 4 * 8 * (M * N + N * N)
     assert update_bytes(muon, by_block) == 4 * 2 * (M * N + N * N)
+    assert update_bytes(muon, shards=4) == 2 * (12 * M * N + 4 * N * N)
+    assert update_bytes(muon, shards=16) == 12 * M * N + 4 * N * N
     options = Optimizer(name="Dion")
     options.dion.rank_fraction = 0.25
     dion, kept = build_groups(model, options), orthonormal_noise(M, 8, torch.device("cpu")).nbytes

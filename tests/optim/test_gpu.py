@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.distributed_harness import run_distributed
 from tests.kernels.test_block_basis import check_engine
+from tests.optim.test_dealt import RECIPES, kernels_equal_one_device
 from tests.optim.test_dobb_sharded import Run, layouts
 from titanforge.config.sections import Optimizer
 from titanforge.optim import build_optimizer
@@ -214,3 +215,14 @@ def dobb_on_gpus(rank: int, world_size: int) -> None:
 def test_dobb_on_two_gpus_equals_one() -> None:
     """Reductions and refreshes on streams of their own, beside backward."""
     run_distributed(dobb_on_gpus, 2, backend="nccl")
+
+
+def muon_on_gpus(rank: int, world_size: int) -> None:
+    torch.cuda.set_device(rank)
+    kernels_equal_one_device(rank, world_size, "cuda", 24, RECIPES)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_muon_on_two_gpus_equals_one() -> None:
+    """Matrices dealt over NCCL; Scion, Nesterov and fp32 masters too."""
+    run_distributed(muon_on_gpus, 2, backend="nccl")

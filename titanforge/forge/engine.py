@@ -31,10 +31,10 @@ from titanforge.forge.side_by_side import teach_inductor
 from titanforge.forge.sinks import Clock, Sink
 from titanforge.forge.tied import TiedSink
 from titanforge.forge.weight_updates import WeightUpdates
+from titanforge.optim.dealt import Dealings
 from titanforge.optim.dobb.hooks import Reader
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.entries import Entry, Family
-from titanforge.optim.local_update import LocalWeight
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.placement import is_cut, local_tensor
 from titanforge.optim.rule import StateGlobalRule, UpdateRule
@@ -341,12 +341,8 @@ class ForgeOptimizer(RuleOptimizer):
                 sink.finish()
             self._queue.flush()
 
-    def _items(self, family: Family) -> list[LocalWeight]:
-        return [
-            item
-            for entry in family.entries
-            if entry.name not in self._sinks and (item := entry.current()).weight.numel() > 0
-        ]
+    def _entries(self, family: Family) -> list[Entry]:
+        return [entry for entry in family.entries if entry.name not in self._sinks]
 
     def _update_gathered_states(self, family: Family, hyper: Tensor) -> None:
         """U of fused weights whose states other ranks have parts of."""
@@ -359,8 +355,9 @@ class ForgeOptimizer(RuleOptimizer):
             if entry.name in self._sinks and self._plans[entry.name].deferred and _gathers(rule, entry)
         ]
         for row in range(len(family.groups)):
-            members = [entry for entry in cut if entry.hyper_row == row]
-            update_sharded(rule, members, hyper[row], self.links.record)
+            if members := [entry for entry in cut if entry.hyper_row == row]:
+                dealings = family.dealings.setdefault(row, Dealings())
+                update_sharded(rule, members, hyper[row], self.links.record, dealings)
 
     def _check_bypass(self) -> None:
         for entry, _ in self._entries_with_family():

@@ -1,7 +1,8 @@
 """What rules of matrices send and store for one m x n matrix, as scalars (Dobb, section 5 and appendix C).
 
 Payloads are logical: without the factors of a collective's algorithm and without bytes per scalar, and apart
-from forward, backward and the data-parallel sum of gradients. With a Dobb block inside one shard.
+from forward, backward and the data-parallel sum of gradients. With a Dobb block inside one shard. What ranks
+really hand over is less where matrices are dealt to them: see `exchanges.step_payload`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from titanforge.optim.baseline import TorchOptimizer
 from titanforge.optim.dion import Dion
 from titanforge.optim.dobb.hooks import find_readers, install_hooks
 from titanforge.optim.engine import RuleOptimizer
-from titanforge.optim.matrix import MatrixRule
+from titanforge.optim.matrix import MatrixRule, OrthogonalRule
 from titanforge.optim.matrix_options import DionOptions, DobbOptions, MatrixOptions, MuonOptions
 from titanforge.optim.orthonormal import noise_bytes
 from titanforge.optim.owners import note_owners
@@ -262,14 +262,18 @@ def state_bytes(groups: Sequence[ParamGroupSpec], options: OptimizerOptions) -> 
     return round(total)
 
 
-def update_bytes(groups: Sequence[ParamGroupSpec], taken_with: Callable[[str], str] = lambda name: "") -> int:
+def update_bytes(
+    groups: Sequence[ParamGroupSpec], taken_with: Callable[[str], str] = lambda name: "", shards: int = 1
+) -> int:
     """Bytes that U of the rules of matrices takes beside weights and states on a GPU, at its peak; 0 for
     others.
 
     taken_with: of a weight's name: same-shape weights for which it says the same are updated together.
         Default: all of a group.
+    shards: that a weight is cut into, by one axis.
 
-    Muon, Scion: two bfloat16 copies of the largest stack that goes together, and two of its Gram matrices.
+    Muon, Scion: two bfloat16 copies of the largest stack that goes together, and two of its Gram matrices. On
+    shards a stack is what one rank owns of a batch, and there are four copies more, of what is on its way.
     Dion: bf16 planes and an fp32 product of such a stack, five float64 copies of its factor, and the noise
     that is kept for each shape of factor. Others: about eight fp32 copies of the largest weight.
     """
@@ -282,9 +286,14 @@ def update_bytes(groups: Sequence[ParamGroupSpec], taken_with: Callable[[str], s
         for name, param in zip(group.names, group.params):
             rows, columns = param.shape[-2] // group.parts.get(name, 1), param.shape[-1]
             count = alike[taken_with(name), param.shape] if param.dim() == 2 else 1
+            dealt = isinstance(rule, OrthogonalRule) and param.dim() == 2 and shards > 1
+            if dealt:
+                count = -(-count // shards)
             together = param.numel() * max(1, min(count, rule.batch_bytes // (4 * param.numel())))
             gram = together // max(rows, columns) * min(rows, columns)
-            own = 4 * (together + gram) if rule.name in ("muon", "scion") else 8 * 4 * param.numel()
+            own = 8 * 4 * param.numel()
+            if isinstance(rule, OrthogonalRule):
+                own = 4 * (together + gram) + (8 * together if dealt else 0)
             if isinstance(rule, Dion):
                 rank = rule.rank(rows, columns)
                 own = 8 * together + 5 * 8 * (together // min(rows, columns) * rank)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from titanforge.optim import split
 from titanforge.optim.batches import BatchList
+from titanforge.optim.dealt import Dealings
 from titanforge.optim.dion import Dion
 from titanforge.optim.dobb.build import build_capture
 from titanforge.optim.dobb.capture import BasisKeeper
@@ -254,7 +255,11 @@ class RuleOptimizer:
 
     def _items(self, family: Family) -> list[LocalWeight]:
         """What a step goes over; empty shards left out."""
-        return [item for entry in family.entries if (item := entry.current()).weight.numel() > 0]
+        return [item for entry in self._entries(family) if (item := entry.current()).weight.numel() > 0]
+
+    def _entries(self, family: Family) -> list[Entry]:
+        """Weights that a step goes over."""
+        return family.entries
 
     def _update_family(self, family: Family, hyper: Tensor) -> None:
         rule = family.rule
@@ -410,14 +415,16 @@ class RuleOptimizer:
         self, rule: StateGlobalRule, family: Family, items: list[LocalWeight], hyper: Tensor
     ) -> list[LocalWeight]:
         """U of the sharded weights of a rule that gathers; returns the weights that are left."""
-        sharded = [entry for entry in family.entries if rule.u_gathers and is_cut(entry.param, rule.u_dims)]
+        entries = self._entries(family)
+        sharded = [entry for entry in entries if rule.u_gathers and is_cut(entry.param, rule.u_dims)]
         if not sharded:
             return items
         for row in range(len(family.groups)):
-            members = [entry for entry in sharded if entry.hyper_row == row]
-            update_sharded(rule, members, hyper[row], self.links.record)
+            if members := [entry for entry in sharded if entry.hyper_row == row]:
+                dealings = family.dealings.setdefault(row, Dealings())
+                update_sharded(rule, members, hyper[row], self.links.record, dealings)
         names = {entry.name for entry in sharded}
-        return [entry.item() for entry in family.entries if entry.name not in names]
+        return [entry.current() for entry in entries if entry.name not in names]
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:

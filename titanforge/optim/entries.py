@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from titanforge.kernels.codecs import Codec
 from titanforge.optim.batches import BatchList
+from titanforge.optim.dealt import Dealings
 from titanforge.optim.elementwise_pass import ElementwisePass
 from titanforge.optim.local_update import LocalWeight
 from titanforge.optim.owners import AGAIN
@@ -125,7 +126,8 @@ def release(items: Sequence[LocalWeight]) -> None:
 class Family:
     """The groups of one rule, whose weights are updated together.
 
-    batches, whole_batches: by row, of `update_state_global` and `update_in_one_pass`.
+    batches, whole_batches, dealings: by row, of `update_state_global`, `update_in_one_pass` and
+    `update_sharded`.
     """
 
     rule: UpdateRule
@@ -134,6 +136,7 @@ class Family:
     elementwise: ElementwisePass = field(default_factory=ElementwisePass)
     batches: dict[int, BatchList] = field(default_factory=dict)
     whole_batches: dict[int, BatchList] = field(default_factory=dict)
+    dealings: dict[int, Dealings] = field(default_factory=dict)
 
     @functools.cached_property
     def numel(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titanforge.optim.accounting import ShardedAxis, cross_shard_payload, second_moment_entries
 from titanforge.optim.dobb.rule import Dobb
-from titanforge.optim.matrix import MatrixRule
+from titanforge.optim.matrix import MatrixRule, OrthogonalRule
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.placement import is_cut, local_tensor
 from titanforge.optim.replica_factors import FactoredRule, pays
@@ -19,7 +19,7 @@ def exchange_lines(
     groups: Sequence[ParamGroupSpec], shards: int, experts_in_rows: int | None = None, replicas: int = 1
 ) -> list[str]:
     """One line for each rule of matrices that sends anything: scalars a step between shards, as
-    `accounting` has them, and Dobb's second moments.
+    `step_payload` has them, and Dobb's second moments.
 
     groups: of the whole model, on any device. shards: that each weight is cut into. experts_in_rows: experts
     of a layer whose rows are dealt to the same ranks, 0 where each lies whole on one; None: as they lie.
@@ -75,14 +75,19 @@ def _in_rows(param: Tensor, told: int | None) -> int:
 def step_payload(
     rule: MatrixRule, shape: torch.Size, parts: int, shards: int, experts_in_rows: int = 0
 ) -> int:
-    """Scalars that shards of one weight exchange in a step. parts: matrices that an [m, n] is made of.
+    """Scalars of one weight that a rank hands to exchanges between shards in a step, as the ledger counts
+    them. parts: matrices that an [m, n] is made of.
 
+    They are those of `accounting`, but for Muon's and Scion's lone matrices, which are dealt to the ranks:
+    momenta one way and updates the other, 2 mn / shards for the mean rank, rounded up (see `dealt`).
     experts_in_rows: matrices of an [experts, m, n] of which each rank has rows; of the others it has none or
     all of one, and sends nothing.
     """
     if shards == 1 or (len(shape) > 2 and not experts_in_rows):
         return 0
     options, name = rule.options, rule.name
+    if isinstance(rule, OrthogonalRule) and len(shape) == 2:
+        return -(-2 * shape.numel() // shards)
     axis: ShardedAxis = "input" if rule.shard_dim(shape) == len(shape) - 1 else "output"
     if len(shape) > 2:
         parts = experts_in_rows

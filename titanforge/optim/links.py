@@ -32,7 +32,7 @@ class DataLinks:
     reduce_scatter: `rows` [shards L] summed over the shards; part `shard` of the sum goes to `output` [L].
     all_reduce: sums in place over the `replicas` of this shard. None: there is one.
     experts: of experts that ranks share: who else has the same ones. None: they are dealt like other weights.
-    record: told of each exchange that a step issues between shards through DTensor: what for, payload bytes.
+    record: told of each exchange that a step issues between shards by itself: what for, payload bytes.
     """
 
     shards: int = 1

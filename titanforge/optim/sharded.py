@@ -1,8 +1,10 @@
 """U of rules of matrices on sharded weights.
 
-Muon and Scion take the dense exchange of the Dobb paper's Table 3: momenta are gathered, mn entries a matrix
-and step. Every rank computes the same update from the same bits, so nothing is sent back. Uneven and empty
-shards are DTensor's business. Dion and RMNP exchange less: see `low_rank`.
+Muon and Scion deal their matrices to the ranks (`dealt`). Where that is not simple momenta are gathered, the
+dense exchange of the Dobb paper's Table 3, mn entries a matrix and step: every rank computes the same update
+from the same bits, so nothing is sent back, and uneven and empty shards are DTensor's business. So it is for
+matrices that two axes cut, whose parts are of no one group, and for experts of which ranks have rows, whose
+stacks differ between ranks. Dion and RMNP exchange less: see `low_rank`.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanforge.kernels.codecs import as_encoded
+from titanforge.optim.dealt import Dealings, update_dealt
 from titanforge.optim.dion import Dion
 from titanforge.optim.entries import Entry
 from titanforge.optim.local_update import LocalWeight, update_state_global, write_copies
 from titanforge.optim.low_rank import Cut, exchange_factors, exchange_row_norms, same_shape
-from titanforge.optim.matrix import RMNP
+from titanforge.optim.matrix import RMNP, OrthogonalRule
 from titanforge.optim.placement import from_parts, local_tensor, sharded_dim
 from titanforge.optim.rule import StateGlobalRule, select
 
@@ -29,10 +32,17 @@ def update_sharded(
     weights: Sequence[Entry],
     h: Tensor,
     record: Callable[[str, int], None] | None = None,
+    dealings: Dealings | None = None,
 ) -> None:
     """U of a rule with `u_gathers`, after A has run on the shards. Call it on all ranks with all weights,
-    empty shards too. record: as of `DataLinks`.
+    empty shards too. record: as of `DataLinks`. dealings: of these weights, where they are the same from step
+    to step.
     """
+    if isinstance(rule, OrthogonalRule):
+        dealings = dealings or Dealings()
+        batches, weights = dealings.of(weights, rule.batch_bytes)
+        update_dealt(rule, batches, h, record)
+        dealings.release()
     for batch in same_shape(weights):
         if isinstance(rule, Dion) and Cut.possible(batch[0].param):
             exchange_factors(rule, batch, h, record)

@@ -31,14 +31,13 @@ from titanforge.forge.side_by_side import teach_inductor
 from titanforge.forge.sinks import Clock, Sink
 from titanforge.forge.tied import TiedSink
 from titanforge.forge.weight_updates import WeightUpdates
-from titanforge.optim.dealt import Dealings
 from titanforge.optim.dobb.hooks import Reader
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.entries import Entry, Family
 from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.placement import is_cut, local_tensor
 from titanforge.optim.rule import StateGlobalRule, UpdateRule
-from titanforge.optim.sharded import update_sharded
+from titanforge.optim.sharded import KnownShards, update_sharded
 from titanforge.optim.states import Recipe
 
 
@@ -356,8 +355,8 @@ class ForgeOptimizer(RuleOptimizer):
         ]
         for row in range(len(family.groups)):
             if members := [entry for entry in cut if entry.hyper_row == row]:
-                dealings = family.dealings.setdefault(row, Dealings())
-                update_sharded(rule, members, hyper[row], self.links.record, dealings)
+                known = family.sharded.setdefault((row, True), KnownShards())
+                update_sharded(rule, members, hyper[row], self.links.record, known)
 
     def _check_bypass(self) -> None:
         for entry, _ in self._entries_with_family():

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from titanforge.optim import split
 from titanforge.optim.batches import BatchList
-from titanforge.optim.dealt import Dealings
 from titanforge.optim.dion import Dion
 from titanforge.optim.dobb.build import build_capture
 from titanforge.optim.dobb.capture import BasisKeeper
@@ -33,7 +32,7 @@ from titanforge.optim.param_groups import ParamGroupSpec
 from titanforge.optim.placement import is_cut, local_tensor
 from titanforge.optim.replica_factors import FactoredRule, Mean, update_by_factors
 from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule
-from titanforge.optim.sharded import update_sharded
+from titanforge.optim.sharded import KnownShards, update_sharded
 from titanforge.optim.state_stacks import stack_auxiliary
 from titanforge.optim.states import Fp8Scales, Recipe, check_rules, load_states
 
@@ -421,8 +420,8 @@ class RuleOptimizer:
             return items
         for row in range(len(family.groups)):
             if members := [entry for entry in sharded if entry.hyper_row == row]:
-                dealings = family.dealings.setdefault(row, Dealings())
-                update_sharded(rule, members, hyper[row], self.links.record, dealings)
+                known = family.sharded.setdefault((row, False), KnownShards())
+                update_sharded(rule, members, hyper[row], self.links.record, known)
         names = {entry.name for entry in sharded}
         return [entry.current() for entry in entries if entry.name not in names]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanforge.kernels.codecs import Codec
 from titanforge.optim.batches import BatchList
-from titanforge.optim.dealt import Dealings
 from titanforge.optim.elementwise_pass import ElementwisePass
 from titanforge.optim.local_update import LocalWeight
 from titanforge.optim.owners import AGAIN
@@ -28,6 +28,9 @@ from titanforge.optim.states import (
     refuse_sharded,
     tensor_id,
 )
+
+if TYPE_CHECKING:
+    from titanforge.optim.sharded import KnownShards
 
 
 @dataclass
@@ -126,8 +129,8 @@ def release(items: Sequence[LocalWeight]) -> None:
 class Family:
     """The groups of one rule, whose weights are updated together.
 
-    batches, whole_batches, dealings: by row, of `update_state_global`, `update_in_one_pass` and
-    `update_sharded`.
+    batches, whole_batches: by row, of `update_state_global` and `update_in_one_pass`. sharded: by row and
+    whether the weights are fused ones, of `update_sharded`.
     """
 
     rule: UpdateRule
@@ -136,7 +139,7 @@ class Family:
     elementwise: ElementwisePass = field(default_factory=ElementwisePass)
     batches: dict[int, BatchList] = field(default_factory=dict)
     whole_batches: dict[int, BatchList] = field(default_factory=dict)
-    dealings: dict[int, Dealings] = field(default_factory=dict)
+    sharded: dict[tuple[int, bool], KnownShards] = field(default_factory=dict)
 
     @functools.cached_property
     def numel(self) -> int:

@@ -4,27 +4,39 @@ Muon and Scion deal their matrices to the ranks (`dealt`). Where that is not sim
 dense exchange of the Dobb paper's Table 3, mn entries a matrix and step: every rank computes the same update
 from the same bits, so nothing is sent back, and uneven and empty shards are DTensor's business. So it is for
 matrices that two axes cut, whose parts are of no one group, and for experts of which ranks have rows, whose
-stacks differ between ranks. Dion and RMNP exchange less: see `low_rank`.
+stacks differ between ranks. Dion and RMNP exchange less: see `low_rank`, and
+`low_rank_shards` for GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titanforge.kernels._triton import runs_triton
 from titanforge.kernels.codecs import as_encoded
 from titanforge.optim.dealt import Dealings, update_dealt
 from titanforge.optim.dion import Dion
 from titanforge.optim.entries import Entry
 from titanforge.optim.local_update import LocalWeight, update_state_global, write_copies
 from titanforge.optim.low_rank import Cut, exchange_factors, exchange_row_norms, same_shape
+from titanforge.optim.low_rank_shards import ShardBatches
 from titanforge.optim.matrix import RMNP, OrthogonalRule
 from titanforge.optim.placement import from_parts, local_tensor, sharded_dim
 from titanforge.optim.rule import StateGlobalRule, select
+
+
+@dataclass
+class KnownShards:
+    """What is found out once about weights that are updated together: their batches."""
+
+    dealings: Dealings = field(default_factory=Dealings)
+    factors: ShardBatches = field(default_factory=ShardBatches)
 
 
 def update_sharded(
@@ -32,17 +44,19 @@ def update_sharded(
     weights: Sequence[Entry],
     h: Tensor,
     record: Callable[[str, int], None] | None = None,
-    dealings: Dealings | None = None,
+    known: KnownShards | None = None,
 ) -> None:
     """U of a rule with `u_gathers`, after A has run on the shards. Call it on all ranks with all weights,
-    empty shards too. record: as of `DataLinks`. dealings: of these weights, where they are the same from step
+    empty shards too. record: as of `DataLinks`. known: of these weights, where they are the same from step
     to step.
     """
+    known = known or KnownShards()
     if isinstance(rule, OrthogonalRule):
-        dealings = dealings or Dealings()
-        batches, weights = dealings.of(weights, rule.batch_bytes)
+        batches, weights = known.dealings.of(weights, rule.batch_bytes)
         update_dealt(rule, batches, h, record)
-        dealings.release()
+        known.dealings.release()
+    elif isinstance(rule, Dion) and runs_triton(weights[0].param):
+        weights = known.factors.update(rule, weights, h, record)
     for batch in same_shape(weights):
         if isinstance(rule, Dion) and Cut.possible(batch[0].param):
             exchange_factors(rule, batch, h, record)

@@ -15,8 +15,9 @@ from titanforge.kernels.planes import dot3, store_split
 
 
 @jit
-def _eliminate(a, SIZE: tl.constexpr):
+def eliminate(a, SIZE: tl.constexpr, R: tl.constexpr):
     """L^-1 of the Cholesky factor of a [SIZE, SIZE], and whether a pivot was not positive or not finite.
+    Only the first R rows and columns count; what `a` has of others is 0.
 
     Such a pivot counts as 1: the rest stays finite if it was. One array takes all: what is left of `a` right
     of column k, whose row k is its column k too, and the inverse's rows, not yet scaled, left of it.
@@ -24,7 +25,7 @@ def _eliminate(a, SIZE: tl.constexpr):
     index = tl.arange(0, SIZE)
     rows, columns = index[:, None], index[None, :]
     bad = 0
-    for k in range(SIZE):
+    for k in range(R):
         row = tl.sum(tl.where(rows == k, a, 0.0), axis=0)
         pivot = tl.sum(tl.where(index == k, row, 0.0), axis=0)
         good = (pivot > 0.0) & (pivot < float("inf"))
@@ -66,7 +67,7 @@ def _invert_tile(tile_ptr, P, d_ptr, d_low, TILE: tl.constexpr, PRECISION: tl.co
         for t in range(s):
             left = tl.load(piece + s * down + t * SIZE)
             own -= _abt(left, left, PRECISION)
-        inverse, failed = _eliminate(own, SIZE)
+        inverse, failed = eliminate(own, SIZE, SIZE)
         bad += failed
         tl.debug_barrier()
         tl.store(piece + s * down + s * SIZE, inverse)

@@ -49,6 +49,7 @@ from titanforge.kernels.epilogues import EPILOGUES, Epilogue
 from titanforge.kernels.exchange_codes import EXCHANGE_CODES, kernel_constants
 from titanforge.kernels.exchange_codes_kernel import decode_kernel, encode_kernel, sum_kernel
 from titanforge.kernels.flat import BLOCKS, flat_kernel
+from titanforge.kernels.inverse_factor import factor_warps, inverse_factor_kernel
 from titanforge.kernels.outer_products import add_parts_kernel, outer_products_kernel
 from titanforge.kernels.row_norm_update import row_norm_update_kernel
 from titanforge.kernels.second_moments import take_sums_kernel
@@ -296,6 +297,11 @@ def matrix_jobs() -> list[tuple[str, Any, Specialisation]]:
     for w, width in ((100, 128), (400, 512)):
         constants = {"w": w, "FACTOR": False, "ROWS": 16, "WIDTH": width}
         listed.append((f"take_sums/{w}", take_sums_kernel, (types, constants, {"num_warps": 4})))
+    types = {**dict.fromkeys(("gram_ptr", "out_ptr"), "*fp64"), "failed_ptr": "*i32"}
+    types |= dict.fromkeys(("gram_stride", "gram_row"), "i32")
+    for r, size in ((100, 128), (50, 64), (8, 16)):
+        source = (types, {"SIZE": size, "R": r}, {"num_warps": factor_warps(size)})
+        listed.append((f"inverse_factor/{r}", inverse_factor_kernel, source))
     return listed
 
 
@@ -354,7 +360,7 @@ def compile_one(
     values = {(names.index(name),): constants.get(name) for name in names if signature[name] == "constexpr"}
     undivided = (
         "tensor_id", "E", "T", "group", "hyper_length", "panel", "panels", "alpha", "beta", "diagonal",
-        "omega", "scale", "decay", "factor", "blocks", "piece_bytes", "ranks",
+        "omega", "scale", "decay", "factor", "blocks", "piece_bytes", "ranks", "gram_stride", "gram_row",
     )  # fmt: skip
     divisible = {
         (names.index(name),): [["tt.divisibility", 16]]

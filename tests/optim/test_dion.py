@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.interpreted import needs_interpreter, run_interpreted
 from tests.trainer.recorded import RecordedGraph
 from titanforge.config.sections import Optimizer
 from titanforge.kernels.codecs import as_encoded
+from titanforge.kernels.inverse_factor import inverse_factors, reference_inverse_factors
 from titanforge.optim import build_optimizer
 from titanforge.optim.batches import Batch
 from titanforge.optim.dion import Dion
@@ -92,6 +94,35 @@ def test_a_factor_inverted_by_halves_is_that_of_the_library() -> None:
     gram[1, 60, 60] = -1.0  # in the last leaf
     _, bad = inverse_factor(gram, identity, leaf=9)
     assert [int(one) != 0 for one in bad] == [False, True, False]
+
+
+def check_inverse_factors(device: str = "cpu") -> None:
+    """The kernel against the library; of matrices that are parts of larger ones, one of them not definite."""
+    generator = torch.Generator().manual_seed(0)
+    for rank in (1, 7, 16, 33, 100, 128):
+        x = torch.randn(3, rank + 40, rank + 3, generator=generator, dtype=torch.float64).to(device)
+        whole = x.mT @ x
+        gram, identity = whole[:, 2:-1, 2:-1], torch.eye(rank, dtype=torch.float64, device=device)
+        found, bad = inverse_factors(gram, identity)
+        exact, _ = reference_inverse_factors(gram, identity)
+        assert bad.tolist() == [0, 0, 0]
+        torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-13)
+        whole[1, 1 + rank, 1 + rank], whole[2, 2, 2] = -1.0, torch.nan
+        found, bad = inverse_factors(gram, identity)
+        assert [int(one) != 0 for one in bad] == [False, True, True]
+        torch.testing.assert_close(found[0], exact[0], rtol=1e-11, atol=1e-13)
+    assert inverse_factors(gram[:0], identity)[0].shape == (0, rank, rank)
+    with pytest.raises(ValueError, match="inverse_factors of"):
+        inverse_factors(gram.float(), identity)
+    if device == "cpu":
+        test_orthonormal_is_that_of_qr()
+        test_orthonormal_of_dependent_columns_spans_them()
+        test_a_factor_inverted_by_halves_is_that_of_the_library()
+
+
+@needs_interpreter
+def test_inverse_factors_by_the_kernel() -> None:
+    run_interpreted(check_inverse_factors)
 
 
 def test_orthonormal_of_dependent_columns_spans_them() -> None:

@@ -3,6 +3,8 @@
 Dion exchanges its two factors, r (m + n) entries of a matrix and step: the rows of B Q that each rank has, or
 its share of their sum, and likewise of B^T P. Every rank then has the same bits of P and Q, and moves its own
 part of the weight. RMNP adds up the squared norms of rows that are cut, m entries; whole rows need nothing.
+
+Here in plain torch: for a CPU, and for what `low_rank_shards` leaves.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class Cut:
         firsts, local = [0, 0], local_tensor(param)
         for axis, placement in enumerate(param.placements):
             dim = sharded_dim(placement)
-            if dim is not None:
+            if dim is not None and param.device_mesh.size(axis) > 1:
                 chunk = -(-param.shape[dim] // param.device_mesh.size(axis))
                 firsts[dim] = min(chunk * param.device_mesh.get_local_rank(axis), param.shape[dim])
         height = param.shape[0] // parts

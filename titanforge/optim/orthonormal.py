@@ -8,10 +8,10 @@ import math
 import torch
 from torch import Tensor
 
+from titanforge.kernels.inverse_factor import WIDEST, inverse_factors
+
 _NOISE, _SHIFT = 1e-8, 1e-12
 _DRAW_SEED = 0x5DEECE66D
-_LEAF = 128
-"""Widest triangle that is left to the library: its batched factorisation takes a matrix column by column."""
 
 
 def orthonormal(x: Tensor) -> Tensor:
@@ -24,8 +24,7 @@ def orthonormal(x: Tensor) -> Tensor:
     they end as noise that is made orthonormal, as in QR. The noise follows from the shape alone: the same on
     all ranks, in every step and after a resume. What fails (a value is not finite) comes out as NaN.
 
-    On a GPU a second call of a shape is launches alone, so that a CUDA graph can hold it: the noise is there,
-    and `cholesky_ex` (cuSOLVER) and `solve_triangular` (cuBLAS) ask nothing of the device.
+    On a GPU a second call of a shape is launches alone, so that a CUDA graph can hold it: the noise is there.
     """
     rows, rank = x.shape[-2:]
     leading, dtype = x.shape[:-2], x.dtype
@@ -41,22 +40,20 @@ def orthonormal(x: Tensor) -> Tensor:
     inverse, failed = inverse_factor(gram, identity)
     wide = torch.bmm(wide, inverse.mT)
     inverse, worse = inverse_factor(torch.bmm(wide.mT, wide), identity)
-    # The root of what is below 0 is NaN, of 0 is 0: a failure goes through the product.
-    inverse = inverse + torch.sqrt(-(failed + worse).double())[:, None, None]
+    inverse.masked_fill_(((failed + worse) != 0)[:, None, None], torch.nan)
     return torch.bmm(wide, inverse.mT).to(dtype).view(*leading, rows, rank)
 
 
-def inverse_factor(gram: Tensor, identity: Tensor, leaf: int = _LEAF) -> tuple[Tensor, Tensor]:
-    """L^-1 of gram = L L^T, both [*, r, r], and int32 [*], not 0 where gram is not positive definite.
+def inverse_factor(gram: Tensor, identity: Tensor, leaf: int = WIDEST) -> tuple[Tensor, Tensor]:
+    """L^-1 of gram = L L^T, both [N, r, r], and int32 [N], not 0 where gram is not positive definite.
 
     By halves: with L = [[A, 0], [B, C]] it is [[A^-1, 0], [-C^-1 B A^-1, C^-1]], so that nearly all of it is
-    products, which a GPU takes side by side; the library's factorisation and solve take the leaves.
+    products, which a GPU takes side by side; the leaves are one launch each.
     identity: [r, r]. leaf: the widest.
     """
     rank = gram.shape[-1]
     if rank <= leaf:
-        lower, bad = torch.linalg.cholesky_ex(gram)
-        return torch.linalg.solve_triangular(lower, identity[:rank, :rank], upper=False), bad
+        return inverse_factors(gram, identity[:rank, :rank])
     half = rank // 2
     first, bad = inverse_factor(gram[..., :half, :half], identity, leaf)
     below = gram[..., half:, :half] @ first.mT

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 def stack_auxiliary(entries: Sequence[Entry]) -> None:
     """Let auxiliary states of one shape, of weights of one shape, be views of one tensor each.
 
-    entries: of weights that are updated together, in their order. Nobody may hold the former states. DTensors
-    stay as they are: their ranks exchange factors, and do not go by batches.
+    entries: of weights that are updated together, in their order. Nobody may hold the former states. What is
+    whole on every rank, as the factors of sharded matrices are, is no DTensor; DTensors, of experts, stay as
+    they are.
     """
     groups: dict[tuple, list[tuple[Entry, str]]] = defaultdict(list)
     for entry in entries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,11 +26,11 @@ from titanforge.optim.dion import Dion
 STEPS = 5
 LEFT_OUT, WITH_NAN = 2, 3
 TOLERANCES = {
-    torch.float32: {"weight": 3e-5, "m": 1e-4, "q": 4e-4, "master": 2e-3},
+    torch.float32: {"weight": 2e-4, "m": 1e-4, "q": 4e-4, "master": 2e-3},
     torch.bfloat16: {"weight": 4e-3, "m": 4e-2},
 }
-"""Planes have factors to 2^-16, of a sketch whose condition multiplies it. A momentum of bf16 rounds to either
-neighbour, and goes on from there; weights of bf16 move by products in bf16.
+"""Planes have factors to 2^-16, of a sketch whose condition multiplies it. A momentum of bf16 rounds to
+either neighbour, and goes on from there; weights of bf16 move by products in bf16.
 """
 
 
@@ -46,19 +47,19 @@ class Model(nn.Module):
     fused projections of tall and of wide matrices, which ranks cut within a matrix.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         shapes = [(13, 5)] * 3 + [(6, 14)] * 3 + [(8, 8)] * 2 + [(1, 9), (9, 1), (2, 3)]
-        linears = [nn.Linear(columns, rows, bias=False) for rows, columns in shapes]
-        fused = [Attention(24, 4), Attention(24, 4), Attention(12, 7), Attention(12, 7), Attention(12, 7)]
+        linears = [nn.Linear(times * columns, times * rows, bias=False) for rows, columns in shapes]
+        fused = [Attention(times * rows, times * columns) for rows, columns in [(24, 4)] * 2 + [(12, 7)] * 3]
         self.layers = nn.ModuleList([*linears, *fused])
 
 
-def payload(parts: int) -> int:
+def payload(model: nn.Module, parts: int) -> int:
     """Scalars of a step: r (m + n) of each matrix. parts: of a fused projection; 0: as many as heads."""
     total = 0
-    for layer in Model().layers:
+    for layer in model.layers:  # pyright: ignore
         of: Any = layer
         alone = isinstance(layer, nn.Linear)
         weight = of.weight if alone else of.wqkv.weight
@@ -84,8 +85,9 @@ class Case:
     mesh: tuple[int, ...] = ()
     placements: tuple[Placement, ...] = ()
 
-    def model(self, device: str) -> Model:
-        return Model().to(device, getattr(torch, self.weights))
+    def model(self, device: str, times: int) -> Model:
+        """times: of all sizes."""
+        return Model(times).to(device, getattr(torch, self.weights))
 
     def options(self) -> Optimizer:
         return Optimizer(
@@ -166,21 +168,21 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], what: Any) ->
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=near, equal_nan=True, msg=told)
 
 
-def on_ranks(rank: int, world_size: int, device: str = "cpu") -> None:
+def on_ranks(rank: int, world_size: int, cases: Sequence[Case], device: str = "cpu", times: int = 1) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     sharded.runs_triton = lambda tensor: True
-    for case in CASES + (MESHES if world_size == 4 else []):
+    for case in cases:
         Dion.batch_bytes = case.most
         mesh = init_device_mesh(device, case.mesh or (world_size,))
         placements = case.placements or (Shard(case.dim),)
-        model, sent = case.model(device), []
+        model, sent = case.model(device, times), []
         for layer in model.layers:  # by hand: FSDP would not cut columns unevenly
             owner: Any = layer if isinstance(layer, nn.Linear) else layer.wqkv
             owner.weight = nn.Parameter(distribute_tensor(owner.weight.detach(), mesh, placements))
         found = train(case, model, sent)
-        assert sum(sent) == STEPS * 4 * payload(0 if case.per_head else 3), case
-        expected = train(case, case.model(device), [])
+        assert sum(sent) == STEPS * 4 * payload(model, 0 if case.per_head else 3), case
+        expected = train(case, case.model(device, times), [])
         for step in range(STEPS):
             compare(found[step], expected[step], (case, step))
         for name, tensor in found[LEFT_OUT].items():
@@ -194,11 +196,11 @@ def on_ranks(rank: int, world_size: int, device: str = "cpu") -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_shards_equal_one_process(world_size: int) -> None:
-    run_distributed(on_ranks, world_size)
+    run_distributed(on_ranks, world_size, CASES + (MESHES if world_size == 4 else []))
 
 
 def interpreted() -> None:
-    run_distributed(on_ranks, 2)
+    run_distributed(on_ranks, 2, [CASES[4], CASES[7]])
 
 
 @needs_interpreter

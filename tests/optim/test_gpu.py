@@ -11,6 +11,8 @@ from torch import nn
 from tests.distributed_harness import run_distributed
 from tests.kernels.test_block_basis import check_engine
 from tests.optim.test_dealt import RECIPES, kernels_equal_one_device
+from tests.optim.test_dion import check_inverse_factors
+from tests.optim.test_dion_sharded import CASES, on_ranks
 from tests.optim.test_dobb_sharded import Run, layouts
 from titanforge.config.sections import Optimizer
 from titanforge.optim import build_optimizer
@@ -155,6 +157,10 @@ def test_orthonormal_columns_in_a_graph(rank: int, matrices: int) -> None:
         assert torch.equal(found, exact)
 
 
+def test_small_factors_inverted_in_one_launch_equal_the_library() -> None:
+    check_inverse_factors("cuda")
+
+
 @pytest.mark.parametrize("width", [48, 600])
 def test_householder_bases_are_those_of_a_cpu_but_for_signs(width: int) -> None:
     x = torch.randn(4, width, 3 * width) * torch.logspace(0, -1, width)[:, None]
@@ -226,3 +232,10 @@ def muon_on_gpus(rank: int, world_size: int) -> None:
 def test_muon_on_two_gpus_equals_one() -> None:
     """Matrices dealt over NCCL; Scion, Nesterov and fp32 masters too."""
     run_distributed(muon_on_gpus, 2, backend="nccl")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("times", [1, 8])
+def test_dion_on_two_gpus_equals_one(times: int) -> None:
+    """Matrices dealt to owners, two batches under way: against the form for whole weights."""
+    run_distributed(on_ranks, 2, CASES, "cuda", times, backend="nccl")

@@ -11,15 +11,15 @@ that the shards cut (FSDP cuts rows: the long side of tall and square matrices, 
 | the long side | rows | all-to-all | all-to-all, its own rows to each rank | all-reduce of n r |
 | the short side | a share of the sum | reduce-scatter | all-gather | all-gather of n r |
 
-Of a matrix a rank sends m r (N - 1)/N^2 to and fro in the first row, where an all-gather of Y would send
-m r (N - 1)/N: as much between two ranks, half of it between four. The second row's pair is what an all-reduce
-of Y is made of. So owners cost no bytes, and each does 1/N of the orthonormalisation, whose float64 passes
-and small factorisations would else be the one part that more ranks do not shorten: 8 m r^2 operations in
-float64 a matrix, and 12 passes over m r numbers of 8 bytes, where the products take 6 m n r in bf16, of which
-each rank has 1/N anyway. Owners also make the bits of P the same everywhere. The third collective, R, goes to
-all: the norm of a column is a pass, not worth an owner.
+Of a matrix a rank sends m r (N - 1)/N^2 in each all-to-all of the first row, where an all-gather of Y would
+send m r (N - 1)/N: both together as much between two ranks, half of it between four. The second row's pair is
+what an all-reduce of Y is made of. So owners cost no bytes, and each does 1/N of the orthonormalisation,
+whose float64 passes and small factorisations would else be the one part that more ranks do not shorten:
+8 m r^2 operations in float64 a matrix, and 12 passes over m r numbers of 8 bytes, where the products take
+6 m n r in bf16, of which each rank has 1/N anyway. Owners also make the bits of P the same everywhere. R goes
+to all: the norm of its columns is a pass, not worth an owner.
 
-A batch launches some 45 kernels whatever its size, so batches are as large as workspace allows, of equal
+A batch takes some 65 launches whatever its size, so batches are as large as workspace allows, of equal
 size. Two are under way: one computes while the other's collective runs.
 """
 

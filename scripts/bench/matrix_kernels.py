@@ -70,18 +70,24 @@ def blocks(count: int, width: int, device: str, seed: int = 0) -> tuple[Tensor, 
     return c[index].contiguous(), other[index].contiguous()
 
 
+def exact_refresh(c: Tensor, u: Tensor) -> Tensor:
+    """Q of (C + eps I) U with a positive diagonal of R, as Cholesky QR makes it; all in float64."""
+    d = c.double()
+    largest = d.abs().sum(-1).amax(-1)[:, None, None]
+    exact, r = torch.linalg.qr((d / largest) @ u.double() + OMEGA * u.double())
+    return exact * torch.sign(r.diagonal(dim1=-2, dim2=-1))[:, None]
+
+
 def correctness(args: argparse.Namespace, left: Left) -> list[dict[str, Any]]:
     device, rows = args.device, []
-    for count, width in ((2, 40), (2, 70)) if args.tiny else ((4, 100), (3, 400), (2, 768), (1, 3072)):
+    wide = ((4, 16), (4, 100), (3, 400), (2, 768), (1, 3072), (1, 4096))
+    for count, width in ((2, 40), (2, 70)) if args.tiny else wide:
         c, u = blocks(count, width, device)
         c[0, 0, 0] = torch.nan if count > 1 else c[0, 0, 0]
         fresh, failed = cholesky_qr_refresh(c, u, OMEGA)
         plain, _ = reference_refresh(c, u, OMEGA)
         good = [index for index in range(count) if count == 1 or index]
-        d = c[good].double()
-        largest = d.abs().sum(-1).amax(-1)[:, None, None]
-        exact, r = torch.linalg.qr((d / largest) @ u[good].double() + OMEGA * u[good].double())
-        exact = exact * torch.sign(r.diagonal(dim1=-2, dim2=-1))[:, None]
+        exact = exact_refresh(c[good], u[good])
         eye = torch.eye(width, device=device, dtype=torch.float64)
         mine, theirs = (one[good].double() for one in (fresh, plain))
         rounded = exact.to(torch.bfloat16).double()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from scripts.bench.matrix_kernels import OMEGA, blocks, exact_refresh
 from tests.distributed_harness import run_distributed
 from tests.kernels.test_block_basis import check_engine
 from tests.optim.test_dealt import RECIPES, kernels_equal_one_device
@@ -15,6 +16,7 @@ from tests.optim.test_dion import check_inverse_factors
 from tests.optim.test_dion_sharded import CASES, on_ranks
 from tests.optim.test_dobb_sharded import Run, layouts
 from titanforge.config.sections import Optimizer
+from titanforge.kernels.cholesky_qr import cholesky_qr_refresh
 from titanforge.optim import build_optimizer
 from titanforge.optim.dobb.refresh import eigenbases, refresh_bases
 from titanforge.optim.engine import RuleOptimizer
@@ -175,6 +177,30 @@ def test_householder_bases_are_those_of_a_cpu_but_for_signs(width: int) -> None:
     torch.testing.assert_close(
         found.mT @ found, torch.eye(width, device="cuda").expand(4, -1, -1), rtol=0, atol=1e-5
     )
+
+
+def check_cholesky_bases(width: int, dtype: torch.dtype, device: str = "cuda") -> None:
+    """Against float64: off by no more than a few roundings to bf16; fp32 bases by a part of one."""
+    c, u = blocks(2, width, device)
+    u = u.to(dtype)
+    c[0, 0, 0] = torch.nan
+    fresh, failed = cholesky_qr_refresh(c, u, OMEGA)
+    assert failed.tolist() == [True, False] and fresh.dtype == dtype
+    assert torch.equal(fresh[0], u[0])
+    mine, exact = fresh[1].double(), exact_refresh(c[1:], u[1:])[0]
+    rounded = exact.bfloat16().double()
+    eye = torch.eye(width, dtype=torch.float64, device=device)
+    error, least = (float((one - exact).abs().max()) for one in (mine, rounded))
+    off, least_off = (float((one.mT @ one - eye).abs().max()) for one in (mine, rounded))
+    half = dtype == torch.bfloat16
+    assert error <= (4 if half else 0.25) * least, (error, least)
+    assert off <= (4 * least_off if half else 2e-4), (off, least_off)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("width", [16, 100, 400, 768, 4096])
+def test_cholesky_bases_are_those_of_float64(width: int, dtype: torch.dtype) -> None:
+    check_cholesky_bases(width, dtype)
 
 
 @pytest.mark.parametrize("name", ["adamw", "dion"])

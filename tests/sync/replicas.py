@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from titanforge.config.sections import Optimizer, ScalarOptimizer
-from titanforge.optim import RuleOptimizer, build_optimizer
+from titanforge.optim import DataLinks, RuleOptimizer, build_groups, build_optimizer, shard_dims
 from titanforge.sync import (
     CommLedger,
     EveryStep,
@@ -43,9 +44,12 @@ class Model(nn.Module):
         return self.output(hidden)
 
 
+def settings_of(rule: str, **options: Any) -> Optimizer:
+    return Optimizer(name=rule, lr=2e-2, momentum=0.9, scalar=ScalarOptimizer(lr=1e-2), **options)
+
+
 def optimizer_of(model: nn.Module, rule: str = "muon", **options: Any) -> RuleOptimizer:
-    settings = Optimizer(name=rule, lr=2e-2, momentum=0.9, scalar=ScalarOptimizer(lr=1e-2), **options)
-    optimizer = build_optimizer(model, settings, "float32")
+    optimizer = build_optimizer(model, settings_of(rule, **options), "float32")
     assert isinstance(optimizer, RuleOptimizer)
     return optimizer
 
@@ -78,18 +82,28 @@ class Run:
         self.shard, self.shards, self.uneven = self.mesh["dp_shard"].get_local_rank(), shards, uneven
         self.model = Model()
         if shards > 1:
+            dims = shard_dims(build_groups(self.model, settings_of(rule, **options)), shards)
+            place = lambda param: Shard(dims[id(param)]) if id(param) in dims else None  # noqa: E731
             for layer in self.model.layers:
-                fully_shard(layer, mesh=self.mesh["dp_shard"])
-            fully_shard(self.model, mesh=self.mesh["dp_shard"])
+                fully_shard(layer, mesh=self.mesh["dp_shard"], shard_placement_fn=place)
+            fully_shard(self.model, mesh=self.mesh["dp_shard"], shard_placement_fn=place)
             for module in (*self.model.layers, self.model):
                 module.set_gradient_divide_factor(1.0)  # pyright: ignore
                 module.set_force_sum_reduction_for_comms(True)  # pyright: ignore
         self.optimizer = optimizer_of(self.model, rule, **options)
         self.policy, self.ledger, self.count = policy, CommLedger(), 0
+        replicas = self.mesh["dp_replicate"].get_group()
         split = self.mesh["dp_shard"].get_group() if shards > 1 else None
-        replication = Replication(self.mesh["dp_replicate"].get_group(), split, dist.group.WORLD)
         if attach:
-            policy.attach(self.model, replication, self.ledger, self.optimizer)
+            policy.attach(
+                self.model, Replication(replicas, split, dist.group.WORLD), self.ledger, self.optimizer
+            )
+            what = {"purpose": "second moments"}
+            scatter = partial(self.ledger.reduce_scatter, group=split, axis="dp_shard", **what)
+            reduce = partial(self.ledger.all_reduce, group=replicas, axis="dp_replicate", **what)
+            self.optimizer.connect(
+                DataLinks(shards, self.shard, self.replicas, scatter if split else None, reduce)
+            )
 
     def batch(self, replica: int) -> Tensor:
         tokens = torch.randint(
@@ -105,11 +119,13 @@ class Run:
     def backward(self) -> None:
         self.optimizer.zero_grad()
         self.policy.begin_step(1, self.tokens())
+        self.optimizer.begin_step(1)
         self.policy.before_backward(0)
         tokens = self.batch(self.replica)[self.shard :: self.shards]
         losses = nn.functional.cross_entropy(
             self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
         )
+        self.optimizer.before_backward(0)
         (losses / self.policy.gradient_divisor(self.tokens())).backward()
         self.policy.reduce_gradients()
 

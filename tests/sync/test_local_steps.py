@@ -14,14 +14,27 @@ import torch.distributed as dist
 from scripts.bench.replicas import ThreadGroup, ThreadLedger, run_replicas
 from tests.distributed_harness import run_distributed
 from tests.sync.replicas import Run, differences, local, unequal
-from titanforge.config.sections import DionOptions
+from titanforge.config.sections import DionOptions, DobbOptions
 from titanforge.sync import CollectiveFailed, EveryStep, Replication, Rmmc, Scheduled, StatesEveryStep
 from titanforge.sync.policy import WORLD_AXIS
 from titanforge.sync.rmmc import relative_change
 
 INF = math.inf
 RULES = ("sgd", "muon", "dion", "dobb", "adamw")
-SHARDED_RULES = ("sgd", "muon", "adamw")
+SHARDED_OPTIONS = {
+    "sgd": {},
+    "muon": {},
+    "dion": {"dion": DionOptions(rank_fraction=0.34)},  # shards average its momenta all the same
+    "dobb": {"dobb": DobbOptions(blocks=2, period=2)},  # a block of each matrix is on each shard
+    "rmnp": {},
+    "scion": {},
+    "adamw": {},
+}
+
+
+def _rules(shards: int) -> dict[str, dict[str, Any]]:
+    """Options by rule."""
+    return SHARDED_OPTIONS if shards > 1 else {rule: {} for rule in RULES}
 
 
 def _groups(run: Run) -> Any:
@@ -35,11 +48,11 @@ def _train(run: Run, steps: int) -> dict[str, torch.Tensor]:
 
 
 def always_sync(rank: int, world_size: int, shards: int, uneven: bool) -> None:
-    for rule in RULES if shards == 1 else SHARDED_RULES:
-        reference = Run(StatesEveryStep(), rule, shards, uneven)
+    for rule, options in _rules(shards).items():
+        reference = Run(StatesEveryStep(), rule, shards, uneven, **options)
         wanted = _train(reference, 4)
         for policy in (Scheduled(1), Rmmc(-1.0), Rmmc(INF, warmup_steps=4)):
-            run = Run(policy, rule, shards, uneven)
+            run = Run(policy, rule, shards, uneven, **options)
             assert unequal(_train(run, 4), wanted) == [], (rule, policy.name)
             assert differences(_groups(run), run.everything()) == []
         if rule in ("sgd", "adamw"):  # the matrix rules turn round-off into steps
@@ -47,6 +60,18 @@ def always_sync(rank: int, world_size: int, shards: int, uneven: bool) -> None:
             _train(plain, 4)
             for name, weight in plain.weights().items():
                 torch.testing.assert_close(reference.weights()[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def sharded_as_whole(rank: int, world_size: int) -> None:
+    """Two replicas of two shards each, beside four whole replicas: the same tokens, so the same steps."""
+    for rule, options in SHARDED_OPTIONS.items():
+        sharded, whole = (Run(StatesEveryStep(), rule, shards, **options) for shards in (2, 1))
+        for _ in range(4):
+            sharded.step()
+            whole.step()
+        weights = sharded.weights()
+        for name, weight in whole.weights().items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-6, msg=f"{rule}: {name}")
 
 
 def mean_of_states(rank: int, world_size: int) -> None:
@@ -67,9 +92,9 @@ def mean_of_states(rank: int, world_size: int) -> None:
 
 
 def local_phases(rank: int, world_size: int, shards: int) -> None:
-    for rule in RULES if shards == 1 else SHARDED_RULES:
+    for rule, options in _rules(shards).items():
         for kind in ("gradient", "momentum", "orthonormal"):
-            run = Run(Scheduled(3, local=local(kind, 1e-3)), rule, shards)
+            run = Run(Scheduled(3, local=local(kind, 1e-3)), rule, shards, **options)
             reasons = []
             for _ in range(6):
                 reasons.append(run.step())
@@ -79,6 +104,9 @@ def local_phases(rank: int, world_size: int, shards: int) -> None:
             assert differences(_groups(run), run.everything()) == []
             assert 0 < float(run.policy.metrics()["sync/last_drift"]) < 1
             assert run.policy.metrics()["sync/rate"] == pytest.approx(1 / 3)
+            assert shards == 1 or run.ledger.total("dp_replicate", "factors").count == 0
+            moments = run.ledger.total("dp_replicate", "second moments").count
+            assert bool(moments) == (rule == "dobb"), "Dobb's cross replicas at each refresh, synced or not"
 
 
 def local_steps_by_hand(rank: int, world_size: int) -> None:
@@ -310,7 +338,7 @@ def resumed(rank: int, world_size: int, rule: str, ahead: bool = False, **option
 def launched_ahead(rank: int, world_size: int, shards: int) -> None:
     """A local step that is launched before the decision, beside one that waits for it: the same bits."""
     low_rank = {"dion": DionOptions(0.34, error_feedback=False)}
-    cases = [(rule, {}) for rule in (RULES if shards == 1 else SHARDED_RULES)]
+    cases = list(_rules(shards).items())
     cases += [("rmnp", {}), ("dion", low_rank)] if shards == 1 else []
     for rule, options in cases:
         for kind in ("gradient", "momentum", "orthonormal") if shards == 1 else ("orthonormal",):
@@ -441,6 +469,7 @@ CHECKS = {
     "H = 1 and tau < 0 are every_step on states, bit for bit": (2, always_sync, (1, False)),
     "the same where replicas count different tokens": (2, always_sync, (1, True)),
     "the same inside HSDP": (4, always_sync, (2, True)),
+    "shards of replicas take the steps of whole ones": (4, sharded_as_whole, ()),
     "momentum is averaged before the update": (4, mean_of_states, ()),
     "replicas come apart and are together after each sync": (2, local_phases, (1,)),
     "the same for four": (4, local_phases, (1,)),

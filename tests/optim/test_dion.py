@@ -136,22 +136,28 @@ def test_orthonormal_of_dependent_columns_spans_them() -> None:
     assert [bool(torch.isfinite(one).all()) for one in orthonormal(x)] == [True, True, False]
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize(("rows", "columns", "parts"), [(30, 20, 1), (14, 24, 1), (24, 10, 2)])
-def test_the_form_for_gpus_equals_the_plain_one(rows: int, columns: int, parts: int, feedback: bool) -> None:
-    """Products of bf16 planes; against the rule's own function in float64, on weights updated together."""
+def test_the_form_for_gpus_equals_the_plain_one(
+    rows: int, columns: int, parts: int, feedback: bool, together: bool
+) -> None:
+    """Products of bf16 planes; against the rule's own function in float64, on weights updated together, whose
+    momenta lie in one memory or apart.
+    """
     rule = build_rule("dion", matrix=MatrixOptions(dion=DionOptions(0.4, feedback)))
     assert isinstance(rule, Dion)
     generator = torch.Generator().manual_seed(0)
     for dtype, weight_error in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
         h = torch.tensor(rule.hyperparameters({"lr": 1e-1, "weight_decay": DECAY, "momentum": MU}, 1))
         drawn = torch.randn(4, rows, columns, generator=generator).to(dtype)
-        shape = torch.Size((rows, columns))
+        drawn[2, 0, 1] = -0.0
+        shape, memory = torch.Size((rows, columns)), drawn[2:].clone()
         items = [
             LocalWeight(
                 weight=drawn[index].clone(),
                 gradient=None,
-                states=(as_encoded(drawn[index + 2].clone()),),
+                states=(as_encoded(memory[index] if together else memory[index].clone()),),
                 auxiliary=rule.new_auxiliary(shape, drawn.device, index, parts),
                 parts=parts,
             )
@@ -167,6 +173,7 @@ def test_the_form_for_gpus_equals_the_plain_one(rows: int, columns: int, parts: 
         assert low_rank_update(rule, Batch(items), torch.zeros_like(h), rule.scale(rows // parts, columns))
         assert torch.equal(items[0].weight, drawn[0]) and torch.equal(items[0].auxiliary[0], held[0])
         assert torch.equal(items[0].states[0].values, drawn[2])
+        assert torch.equal(items[0].states[0].values.signbit(), drawn[2].signbit())
         assert low_rank_update(rule, Batch(items), h, rule.scale(rows // parts, columns))
         for item, (w, m, q) in zip(items, before):
             weight, (momentum,), (factor,) = rule.whole_update(w, (m,), (q,), h.double())
@@ -248,6 +255,23 @@ def test_factors_are_views_of_one_tensor_that_loading_fills() -> None:
     optimizer.load_state_dict({**optimizer.state_dict(), "state": given})
     assert torch.equal(whole[2], given["3.weight"]["q"])
     assert optimizer.state_dict()["state"]["3.weight"]["q"].data_ptr() == whole[2].data_ptr()
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_momenta_are_views_of_one_tensor_that_steps_and_loads_write(state_dtype: Any) -> None:
+    model = nn.ModuleList(nn.Linear(8, rows, bias=False) for rows in (16, 16, 12, 16, 3))
+    optimizer = build_optimizer(model, Optimizer(name="Dion", state_dtype=state_dtype), "float32")
+    saved = optimizer.state_dict()["state"]
+    momenta = [saved[f"{index}.weight"]["m"] for index in range(5)]
+    whole = one_stack([momenta[0], momenta[1], momenta[3]])
+    assert whole is not None and one_stack(momenta[1:3]) is None
+    for index, layer in enumerate(model):
+        layer.weight.grad = torch.full_like(layer.weight, 1.0 + index)  # pyright: ignore
+    optimizer.step()
+    assert all(bool(one.any()) for one in whole) and not torch.equal(whole[0], whole[2])
+    given = {name: {slot: t + 1 for slot, t in slots.items()} for name, slots in saved.items()}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": given})
+    assert torch.equal(whole[2], given["3.weight"]["m"])
 
 
 def test_dion_of_nothing_is_nothing() -> None:

@@ -26,12 +26,13 @@ from titanforge.optim.dion import Dion
 STEPS = 5
 LEFT_OUT, WITH_NAN = 2, 3
 TOLERANCES = {
-    torch.float32: {"weight": 2e-4, "m": 1e-4, "q": 4e-4, "master": 2e-3},
-    torch.bfloat16: {"weight": 4e-3, "m": 4e-2},
+    "float32": {"weight": 5e-5, "m": 1e-4, "q": 4e-4, "master": 2e-3},
+    "bfloat16": {"weight": 1e-3, "m": 4e-2, "q": 4e-3, "master": 2e-3},
 }
-"""Planes have factors to 2^-16, of a sketch whose condition multiplies it. A momentum of bf16 rounds to
-either neighbour, and goes on from there; weights of bf16 move by products in bf16.
+"""By the dtype of momenta. Planes have factors to 2^-16, of a sketch whose condition multiplies it. A
+momentum in bf16 rounds to either neighbour, and goes on from there.
 """
+BF16_WEIGHT = 4e-3
 
 
 class Attention(nn.Module):
@@ -112,6 +113,8 @@ CASES = [
     Case(dtype="bfloat16", weights="bfloat16"),
     Case(dim=1, dtype="bfloat16", weights="bfloat16", master="float32"),
 ]
+# Not of momenta in bf16: the interpreter cuts bits off where a GPU, and what is no kernel, rounds to nearest.
+INTERPRETED = [Case(per_head=True, most=FEW), Case(dim=1, weights="bfloat16", master="float32")]
 MESHES = [
     Case(mesh=(2, 2), placements=(Replicate(), Shard(0))),
     Case(dim=1, per_head=True, mesh=(2, 2), placements=(Replicate(), Shard(1))),
@@ -157,13 +160,18 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone().cpu()
 
 
-def compare(found: dict[str, Tensor], expected: dict[str, Tensor], what: Any) -> None:
+def compare(found: dict[str, Tensor], expected: dict[str, Tensor], case: Case, step: int) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        near = TOLERANCES[tensor.dtype][re.split(r"[./]", name)[-1]]
+        kind = re.split(r"[./]", name)[-1]
+        near = (
+            BF16_WEIGHT
+            if tensor.dtype == torch.bfloat16 and kind == "weight"
+            else TOLERANCES[case.dtype][kind]
+        )
 
         def told(text: str, name: str = name) -> str:
-            return f"{name} {what}: {text}"
+            return f"{name} {case}, step {step}: {text}"
 
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=near, equal_nan=True, msg=told)
 
@@ -184,7 +192,7 @@ def on_ranks(rank: int, world_size: int, cases: Sequence[Case], device: str = "c
         assert sum(sent) == STEPS * 4 * payload(model, 0 if case.per_head else 3), case
         expected = train(case, case.model(device, times), [])
         for step in range(STEPS):
-            compare(found[step], expected[step], (case, step))
+            compare(found[step], expected[step], case, step)
         for name, tensor in found[LEFT_OUT].items():
             assert torch.equal(tensor, found[LEFT_OUT - 1][name]), (name, case)
         mine = {name: tensor for name, tensor in found[-1].items() if name.endswith("/q")}
@@ -200,7 +208,7 @@ def test_shards_equal_one_process(world_size: int) -> None:
 
 
 def interpreted() -> None:
-    run_distributed(on_ranks, 2, [CASES[4], CASES[7]])
+    run_distributed(on_ranks, 2, INTERPRETED)
 
 
 @needs_interpreter

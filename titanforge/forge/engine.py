@@ -50,6 +50,7 @@ class ForgeOptimizer(RuleOptimizer):
     with the same bits. merge_projections: multiply linears of one input as one where that can be.
     """
 
+    stacks_momenta: ClassVar[bool] = False  # `joint` has an order of its own
     splits_steps: ClassVar[bool] = False  # weights have changed before anyone could decide
 
     def __init__(
@@ -355,7 +356,7 @@ class ForgeOptimizer(RuleOptimizer):
         ]
         for row in range(len(family.groups)):
             if members := [entry for entry in cut if entry.hyper_row == row]:
-                known = family.sharded.setdefault((row, True), KnownShards())
+                known = family.sharded.setdefault((row, True), KnownShards(self.stacks_momenta))
                 update_sharded(rule, members, hyper[row], self.links.record, known)
 
     def _check_bypass(self) -> None:

@@ -29,7 +29,7 @@ class Dion(MatrixRule):
     """
 
     name = "dion"
-    # Its launches do little each: fewer of them, at 6 bytes an element of workspace.
+    # Its launches do little each: fewer of them, at up to 8 bytes an element of workspace.
     batch_bytes = 2 * BATCH_BYTES
 
     def __init__(self, options: MatrixOptions | None = None, nesterov: bool = False) -> None:

@@ -33,7 +33,7 @@ from titanforge.optim.placement import is_cut, local_tensor
 from titanforge.optim.replica_factors import FactoredRule, Mean, update_by_factors
 from titanforge.optim.rule import ElementwiseRule, LocalStateRule, StateGlobalRule
 from titanforge.optim.sharded import KnownShards, update_sharded
-from titanforge.optim.state_stacks import stack_auxiliary
+from titanforge.optim.state_stacks import stack_auxiliary, stack_momenta
 from titanforge.optim.states import Fp8Scales, Recipe, check_rules, load_states
 
 
@@ -51,9 +51,12 @@ class RuleOptimizer:
         Without it bases stay the identity.
     seed: of stochastic rounding; the bits depend on it, the step, the parameter's name and the coordinate.
     splits_steps: whether `accumulate_step` and `finish_step` may take the place of `step`.
+    stacks_momenta: whether momenta of Dion that are updated together lie in one memory. Not where something
+        else is to lie side by side.
     """
 
     splits_steps: ClassVar[bool] = True
+    stacks_momenta: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -77,6 +80,8 @@ class RuleOptimizer:
         for family in self._families:
             if isinstance(family.rule, Dion):
                 stack_auxiliary(family.entries)
+                if self.stacks_momenta:
+                    stack_momenta(family.entries)
         self._table = HyperTable(
             [(family.rule, [group.options for group in family.groups]) for family in self._families],
             self._device,
@@ -420,7 +425,7 @@ class RuleOptimizer:
             return items
         for row in range(len(family.groups)):
             if members := [entry for entry in sharded if entry.hyper_row == row]:
-                known = family.sharded.setdefault((row, False), KnownShards())
+                known = family.sharded.setdefault((row, False), KnownShards(self.stacks_momenta))
                 update_sharded(rule, members, hyper[row], self.links.record, known)
         names = {entry.name for entry in sharded}
         return [entry.current() for entry in entries if entry.name not in names]

@@ -37,8 +37,8 @@ def low_rank_update(rule: LowRankRule, batch: Batch, h: Tensor, scale: float) ->
     shape = batch[0].weight.shape
     rows, columns = shape[-2] // batch[0].parts, shape[-1]
     wide = columns > rows
-    targets = batch.once("targets", lambda: _targets(batch))
-    b = _momenta(batch, rows, columns)
+    targets = batch.once("targets", lambda: _targets(batch, rows, columns))
+    b = [targets.stack] if targets.stack is not None else _momenta(batch, rows, columns)
     q = batch.once("q", lambda: one_stack([item.auxiliary[0] for item in batch]))
     in_one = q is not None
     if q is None:
@@ -60,11 +60,16 @@ def low_rank_update(rule: LowRankRule, batch: Batch, h: Tensor, scale: float) ->
     return True
 
 
-def _targets(batch: Batch) -> Targets:
+def _targets(batch: Batch, rows: int, columns: int) -> Targets:
+    momenta = [item.states[0].values for item in batch]
+    stack = None
+    if momenta[0].dtype == torch.bfloat16 and all(item.states[0].codec.kind == "plain" for item in batch):
+        stack = one_stack(momenta)
     return Targets(
         [item.weight for item in batch],
         [item.copy for item in batch],
-        [item.states[0].values for item in batch],
+        momenta,
+        None if stack is None else stack.view(-1, rows, columns),
     )
 
 

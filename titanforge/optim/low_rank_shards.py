@@ -15,9 +15,9 @@ Of a matrix a rank sends m r (N - 1)/N^2 in each all-to-all of the first row, wh
 send m r (N - 1)/N: both together as much between two ranks, half of it between four. The second row's pair is
 what an all-reduce of Y is made of. So owners cost no bytes, and each does 1/N of the orthonormalisation,
 whose float64 passes and small factorisations would else be the one part that more ranks do not shorten:
-8 m r^2 operations in float64 a matrix, and 12 passes over m r numbers of 8 bytes, where the products take
-6 m n r in bf16, of which each rank has 1/N anyway. Owners also make the bits of P the same everywhere. R goes
-to all: the norm of its columns is a pass, not worth an owner.
+8 m r^2 operations in float64 a matrix, and 12 passes over m r numbers of 8 bytes. The products take 16 m n r
+in bf16, of which each rank has 1/N anyway. Owners also make the bits of P the same everywhere. R goes to all:
+the norm of its columns is a pass, not worth an owner.
 
 A batch takes some 65 launches whatever its size, so batches are as large as workspace allows, of equal
 size. Two are under way: one computes while the other's collective runs.
@@ -64,7 +64,7 @@ class Piece:
     """Rows of a part of each weight, or whole parts that follow each other: matrices [k parts, rows, n].
 
     parts: which ones. mine: their rows in this rank's part of a weight. long, short: what there is of the
-    sides of B. momenta, targets: of these rows.
+    sides of B. momenta, targets: of these rows, each momentum by itself and in place.
     """
 
     parts: slice
@@ -111,6 +111,7 @@ class ShardBatch:
         self.momenta = [item.states[0].values for item in items]
         self.auxiliary = [item.auxiliary[0] for item in items]
         self.q = one_stack(self.auxiliary)
+        self.stack = one_stack(self.momenta) if self.momenta[0].dtype == torch.bfloat16 else None
         self.pieces = [self._piece(*run) for run in _runs(Cut.of(param, self.parts), rows)]
 
     def _piece(self, parts: slice, mine: slice, rows: slice, columns: slice) -> Piece:
@@ -120,11 +121,23 @@ class ShardBatch:
             [item.weight[mine] for item in self.items],
             [None if item.copy is None else item.copy[mine] for item in self.items],
             momenta,
+            self._in_stack(parts.stop - parts.start, mine),
         )
         return Piece(parts, mine, long, short, momenta, targets)
 
+    def _in_stack(self, count: int, mine: slice) -> Tensor | None:
+        """The momenta's own memory as [k count, rows, columns], where it is such a view."""
+        if self.stack is None:
+            return None
+        of_piece = self.stack[:, mine]
+        if count > 1 and of_piece.shape != self.stack.shape:
+            return None
+        return of_piece.unflatten(1, (count, -1)).flatten(0, 1)
+
     def planes_of(self, piece: Piece) -> list[Tensor]:
         """bf16 [k parts, rows, columns], whose sum is the momenta, high first."""
+        if piece.targets.stack is not None:
+            return [piece.targets.stack]
         if piece.momenta[0].dtype == torch.bfloat16:
             found = [torch.stack(piece.momenta)]
         else:
@@ -166,9 +179,13 @@ class ShardBatch:
 
 
 class ShardBatches:
-    """Batches of weights that Dion updates on shards, made anew only when the weights are others."""
+    """Batches of weights that Dion updates on shards, made anew only when the weights are others.
 
-    def __init__(self) -> None:
+    stacked: whether momenta lie in one memory (`stack_momenta`); the same on all ranks.
+    """
+
+    def __init__(self, stacked: bool = False) -> None:
+        self._stacked = stacked
         self._items: list[LocalWeight] = []
         self._batches: list[ShardBatch] = []
         self._left: list[Entry] = []
@@ -185,7 +202,7 @@ class ShardBatches:
         items = [entry.current() for entry in entries]
         if len(items) != len(self._items) or not all(map(operator.is_, items, self._items)):
             self._items = items
-            self._batches, self._left = _batches(rule, entries, items)
+            self._batches, self._left = _batches(rule, entries, items, self._stacked)
         if record is not None:
             for batch in self._batches:
                 r = batch.auxiliary[0].shape[-1]
@@ -251,7 +268,7 @@ def _in_turns(updates: Iterable[Generator[None]], most: int) -> None:
 
 
 def _batches(
-    rule: ShardedLowRankRule, entries: Sequence[Entry], items: Sequence[LocalWeight]
+    rule: ShardedLowRankRule, entries: Sequence[Entry], items: Sequence[LocalWeight], stacked: bool
 ) -> tuple[list[ShardBatch], list[Entry]]:
     """Batches of equal size, of up to `rule.batch_bytes` as fp32 on a rank; and the weights that are left."""
     groups: dict[tuple, list[tuple[Entry, LocalWeight]]] = defaultdict(list)
@@ -271,7 +288,10 @@ def _batches(
         assert isinstance(param, DTensor)
         ranks = param.device_mesh.size(axis)
         largest = -(-param.shape[dim] // ranks) * param.shape[1 - dim]  # the same number on all ranks
-        most = max(1, rule.batch_bytes // (4 * largest))
+        # Momenta in bf16 that lie in one memory need no planes, weights in bf16 no fp32 product.
+        item = members[0][1]
+        lean = stacked and item.weight.dtype == item.states[0].values.dtype == torch.bfloat16
+        most = max(1, (2 if lean else 1) * rule.batch_bytes // (4 * largest))
         size = -(-len(members) // -(-len(members) // most))
         size = min(-(-size // ranks) * ranks, max(size, most))  # every rank owns as many, if that fits
         for start in range(0, len(members), size):

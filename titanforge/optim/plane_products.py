@@ -26,9 +26,9 @@ _FEEDBACK = 6
 
 
 def split(matrices: Tensor) -> list[Tensor]:
-    """bf16 planes whose sum is the fp32 `matrices`, high first; these are overwritten."""
+    """bf16 planes whose sum is the fp32 `matrices`, high first."""
     high = matrices.to(torch.bfloat16)
-    return [high, matrices.sub_(high).to(torch.bfloat16)]
+    return [high, torch.sub(matrices, high, out=torch.empty_like(high))]
 
 
 def planes(factor: Tensor, pattern: str) -> Tensor:
@@ -72,26 +72,38 @@ def project(b: list[Tensor], p: Tensor, rank: int, wide: bool, out: Tensor | Non
 class Targets:
     """Weights and momenta of one shape that move along products of factors, in place: what their launches
     need is found once. All are [m, n]; they do not move.
+
+    stack: the memory of the momenta as [k, rows, columns], the matrices that factors are of; bf16. None: they
+    lie apart, or are stored in another way.
     """
 
     def __init__(
-        self, weights: Sequence[Tensor], copies: Sequence[Tensor | None], momenta: Sequence[Tensor]
+        self,
+        weights: Sequence[Tensor],
+        copies: Sequence[Tensor | None],
+        momenta: Sequence[Tensor],
+        stack: Tensor | None = None,
     ) -> None:
         self.shape = (len(weights), *weights[0].shape)
         self.dtype = weights[0].dtype
         self._move = _in_place(weights, copies, 1, True)
-        self._momenta = momenta
+        self._momenta, self.stack = momenta, stack
         self._feed_back: Callable[[Tensor, Tensor, float], None] | None = None
 
     def move(self, update: Tensor, h: Tensor, scale: float) -> None:
         """W <- (1 - lr wd) W - lr scale times the update."""
         self._move(update.view(self.shape), h, scale)
 
-    def feed_back(self, taken: Tensor, h: Tensor) -> None:
-        """M <- M - h[6] times `taken`."""
+    def feed_back(self, left: Tensor, right: Tensor, h: Tensor) -> None:
+        """M <- M - h[6] times the product of `left` [k, rows, c] and `right` [k, c, columns]; of a stack,
+        whose one launch knows nothing of h, M <- M - their product.
+        """
+        if self.stack is not None:
+            _subtract_product(self.stack, left, right)
+            return
         if self._feed_back is None:  # a momentum that nobody writes may be stored in other ways
             self._feed_back = _in_place(self._momenta, [None] * len(self._momenta), _FEEDBACK, False)
-        self._feed_back(taken.view(self.shape), h, 1.0)
+        self._feed_back(_product(left, right).view(self.shape), h, 1.0)
 
 
 def write_back(
@@ -110,8 +122,10 @@ def write_back(
     """
     width = p.shape[-1] // 3
     if r is not None:
+        if targets.stack is not None:
+            r = r * (h[_FEEDBACK] * (h[0] != 0))
         kept = planes(r, "hlh" if wide else "hhl")
-        targets.feed_back(_product(kept, p.mT) if wide else _product(p, kept.mT), h)
+        targets.feed_back(*((kept, p.mT) if wide else (p, kept.mT)), h)
         del kept
     if targets.dtype == torch.bfloat16:  # of the high planes alone, in bf16
         high, own = planes(new_q, "h"), p[..., :width]
@@ -153,6 +167,16 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
     if a.is_cuda:
         return torch.bmm(a, b) if dtype == a.dtype else torch.bmm(a, b, out_dtype=dtype)
     return (a.float() @ b.float()).to(dtype)
+
+
+def _subtract_product(target: Tensor, a: Tensor, b: Tensor) -> None:
+    """target <- target - a b, of bf16, accumulated in fp32 and rounded once. A product of zeros leaves every
+    bit: -0 - (+0) is -0.
+    """
+    if a.is_cuda:
+        target.baddbmm_(a, b, alpha=-1)
+    else:
+        target.copy_(target.float() - a.float() @ b.float())
 
 
 def _times(b: list[Tensor], beside: Tensor, rank: int, out: Tensor | None = None) -> Tensor:

@@ -11,7 +11,6 @@ stacks differ between ranks. Dion and RMNP exchange less: see `low_rank`, and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,12 +30,15 @@ from titanforge.optim.placement import from_parts, local_tensor, sharded_dim
 from titanforge.optim.rule import StateGlobalRule, select
 
 
-@dataclass
 class KnownShards:
-    """What is found out once about weights that are updated together: their batches."""
+    """What is found out once about weights that are updated together: their batches.
 
-    dealings: Dealings = field(default_factory=Dealings)
-    factors: ShardBatches = field(default_factory=ShardBatches)
+    stacked: as of `ShardBatches`.
+    """
+
+    def __init__(self, stacked: bool = False) -> None:
+        self.dealings = Dealings()
+        self.factors = ShardBatches(stacked)
 
 
 def update_sharded(

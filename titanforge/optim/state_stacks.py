@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from titanforge.optim.placement import distributed_like, local_tensor
 
 if TYPE_CHECKING:
     from titanforge.optim.entries import Entry
@@ -32,6 +35,23 @@ def stack_auxiliary(entries: Sequence[Entry]) -> None:
             whole = torch.stack([entry.auxiliary[slot] for entry, slot in members])
             for (entry, slot), view in zip(members, whole.unbind(0)):
                 entry.auxiliary[slot] = view
+
+
+def stack_momenta(entries: Sequence[Entry]) -> None:
+    """The same of the first states of matrices, this rank's parts of them, where they are plain floats."""
+    groups: dict[tuple, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        state = entry.states[0]
+        own = local_tensor(state.values)
+        if state.codec.kind == "plain" and own.dim() == 2 and own.numel() and own.nbytes % 16 == 0:
+            groups[own.dtype, own.shape, entry.param.shape, entry.parts, entry.hyper_row].append(entry)
+    for members in groups.values():
+        if len(members) > 1:
+            whole = torch.stack([local_tensor(entry.states[0].values) for entry in members])
+            for entry, view in zip(members, whole.unbind(0)):
+                state = entry.states[0]
+                values = distributed_like(entry.param, view, state.values.shape)
+                entry.states[0] = replace(state, values=values)
 
 
 def one_stack(tensors: Sequence[Tensor]) -> Tensor | None:

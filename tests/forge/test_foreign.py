@@ -181,3 +181,37 @@ def test_hugging_face_qwen3() -> None:
         return model(input_ids=ids, labels=ids).loss
 
     check(make, loss, "adamw", {})
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_hugging_face_mamba2(name: str) -> None:
+    """Its convolution's weights are handed to a function, its state space has parameters of its own."""
+    transformers = pytest.importorskip("transformers", reason="transformers is no dependency of ours")
+
+    def make() -> nn.Module:
+        config = transformers.Mamba2Config(
+            vocab_size=50,
+            hidden_size=32,
+            num_heads=4,
+            head_dim=16,
+            state_size=8,
+            n_groups=2,
+            chunk_size=4,
+            num_hidden_layers=2,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+        return transformers.Mamba2ForCausalLM(config).train()
+
+    def loss(model: Any, number: int) -> Tensor:
+        ids = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(number))
+        return model(input_ids=ids, labels=ids).loss
+
+    excluded = {}
+    for layer in range(2):
+        mixer = f"backbone.layers.{layer}.mixer"
+        excluded |= {
+            f"{mixer}.{own}": "a plain parameter of Mamba2Mixer" for own in ("A_log", "D", "dt_bias")
+        }
+        excluded |= {f"{mixer}.conv1d.{part}": "bypassed" for part in ("weight", "bias")}
+    check(make, loss, name, excluded)

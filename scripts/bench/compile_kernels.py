@@ -1,7 +1,8 @@
 """Compile every epilogue with every storage form for Hopper (sm_90), on a machine without a GPU.
 
 Reports registers, spills and shared memory of each kernel as ptxas states them, and exits 1 if one does not
-compile, or hands shared memory over before all warps are done with it (`hand_overs.py`).
+compile, or hands shared memory over before all warps are done with it (`hand_overs.py`). Of all jobs,
+chosen or not, it checks first that they name each argument of their kernel: one that is missing is a failure.
 
     python scripts/bench/compile_kernels.py [--quick] [--out FOLDER]
 """
@@ -280,7 +281,8 @@ def matrix_jobs() -> list[tuple[str, Any, Specialisation]]:
 
     types = {"table_ptr": "*i64", "update_ptr": "*bf16", "h_ptr": "*fp32", "scale": "fp32", "numel": "i32"}
     own = {"W_TYPE": tl.float32, "COPY_TYPE": tl.bfloat16, "COPY": True, "ALIGNED": True, "CHUNK": 4096}
-    listed.append(("apply_update/bf16_master", apply_update_kernel, (types, own, {"num_warps": 8})))
+    applied = {**own, "RATE": 1, "DECAY": True}
+    listed.append(("apply_update/bf16_master", apply_update_kernel, (types, applied, {"num_warps": 8})))
     types |= {"sign_ptr": "*bf16", "n": "i32", "m": "i32"}
     rows = {**own, "M_TYPE": tl.bfloat16, "CHUNK": 2048}
     listed.append(("row_norm_update/bf16_master", row_norm_update_kernel, (types, rows, {"num_warps": 4})))
@@ -341,13 +343,14 @@ def exchange_jobs() -> list[tuple[str, Any, Specialisation]]:
         **dict.fromkeys(("short_ptr", "out_short_ptr"), "*i16"), "factor": "fp32",
         **dict.fromkeys(("blocks", "piece_bytes", "ranks"), "i32"),
     }  # fmt: skip
-    sent = dict.fromkeys(("own_ptr", "sum_ptr", "told_ptr"), "*fp32")
+    none: dict[str, Any] = dict.fromkeys(("own_ptr", "sum_ptr", "told_ptr"))
+    sent = dict.fromkeys(none, "*fp32")
     return [
         (f"exchange_codes/{kernel.fn.__name__}/{code.name}{name}", kernel,
         ({**types, **more}, kernel_constants(code), {}))
         for kernel in (encode_kernel, decode_kernel, sum_kernel)
         for code in EXCHANGE_CODES.values()
-        for name, more in (("", {}), ("/differences", sent))
+        for name, more in (("", none), ("/differences", sent))
     ]  # fmt: skip
 
 
@@ -437,6 +440,15 @@ def jobs(quick: bool) -> list[tuple[str, Any, tuple[dict[str, Any], dict[str, An
     return listed
 
 
+def not_named(function: Any, types: dict[str, Any], constants: dict[str, Any]) -> list[str]:
+    """Arguments of a kernel that a job gives neither a type (None: absent) nor, of constants, a value."""
+    return [
+        parameter.name
+        for parameter in function.params
+        if parameter.name not in (constants if parameter.is_constexpr else {**types, **constants})
+    ]
+
+
 def main() -> int:
     """Compile, print one line each, write compile.json."""
     parser = argparse.ArgumentParser(description="Compile every kernel for Hopper.")
@@ -445,6 +457,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help="regular expression that names to compile must match")
     arguments = parser.parse_args()
     reports, failures = [], 0
+    for name, function, (types, constants, _) in jobs(quick=False):
+        if missing := not_named(function, types, constants):
+            failures += 1
+            print(f"{name:48s} HAS NO {', '.join(missing)}", flush=True)
     for name, function, source in jobs(arguments.quick):
         if not re.search(arguments.only, name):
             continue

@@ -33,6 +33,7 @@ KERNELS = {
 
 
 def test_kernels_compile(tmp_path: Path) -> None:
+    """Those above; of all others, that the script names every argument that their kernels have."""
     only = "|".join(f"^{name}$" for name in KERNELS)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -257,6 +257,44 @@ def test_factors_are_views_of_one_tensor_that_loading_fills() -> None:
     assert optimizer.state_dict()["state"]["3.weight"]["q"].data_ptr() == whole[2].data_ptr()
 
 
+def check_momenta_together(device: str = "cpu") -> None:
+    """Momenta in one memory move as those apart do, but for the last bit: one product, not two launches."""
+    for rows, columns, parts in ((320, 160, 1), (160, 320, 1), (384, 128, 3)):
+        rule = build_rule("dion", matrix=MatrixOptions(dion=DionOptions(0.25)))
+        assert isinstance(rule, Dion)
+        h = torch.tensor(rule.hyperparameters({"lr": 0.1, "weight_decay": DECAY, "momentum": MU}, 1)).to(
+            device
+        )
+        generator, shape = torch.Generator().manual_seed(0), torch.Size((rows, columns))
+        drawn = torch.randn(3, *shape, generator=generator).to(device, torch.bfloat16)
+        drawn[2, 0, 0] = torch.inf
+        found = []
+        for memory in (drawn.clone(), [one.clone() for one in drawn]):
+            batch = Batch(
+                LocalWeight(
+                    weight=drawn[0].flip(0),
+                    gradient=None,
+                    states=(as_encoded(memory[index]),),
+                    auxiliary=tuple(q.to(device) for q in rule.new_auxiliary(shape, h.device, index, parts)),
+                    parts=parts,
+                )
+                for index in range(len(drawn))
+            )
+            scale = rule.scale(rows // parts, columns)
+            assert low_rank_update(rule, batch, torch.zeros_like(h), scale)
+            assert all(torch.equal(item.states[0].values, one) for item, one in zip(batch, drawn))
+            assert low_rank_update(rule, batch, h, scale)
+            found.append([(item.weight, item.auxiliary[0], item.states[0].values) for item in batch])
+        for index, ((w, q, m), (other_w, other_q, other_m)) in enumerate(zip(*found)):
+            assert torch.equal(w, other_w) and torch.equal(q, other_q)
+            torch.testing.assert_close(m.float(), other_m.float(), rtol=2**-7, atol=1e-5)
+            assert torch.equal(m, drawn[index]) == (index == 2 and parts == 1)
+
+
+def test_momenta_together_move_as_apart() -> None:
+    check_momenta_together()
+
+
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_momenta_are_views_of_one_tensor_that_steps_and_loads_write(state_dtype: Any) -> None:
     model = nn.ModuleList(nn.Linear(8, rows, bias=False) for rows in (16, 16, 12, 16, 3))

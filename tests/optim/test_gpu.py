@@ -12,7 +12,7 @@ from scripts.bench.matrix_kernels import OMEGA, blocks, exact_refresh
 from tests.distributed_harness import run_distributed
 from tests.kernels.test_block_basis import check_engine
 from tests.optim.test_dealt import RECIPES, kernels_equal_one_device
-from tests.optim.test_dion import check_inverse_factors
+from tests.optim.test_dion import check_inverse_factors, check_momenta_together
 from tests.optim.test_dion_sharded import CASES, on_ranks
 from tests.optim.test_dobb_sharded import Run, layouts
 from titanforge.config.sections import Optimizer
@@ -161,6 +161,10 @@ def test_orthonormal_columns_in_a_graph(rank: int, matrices: int) -> None:
 
 def test_small_factors_inverted_in_one_launch_equal_the_library() -> None:
     check_inverse_factors("cuda")
+
+
+def test_momenta_of_dion_in_one_memory_move_as_apart() -> None:
+    check_momenta_together("cuda")
 
 
 @pytest.mark.parametrize("width", [48, 600])

@@ -38,17 +38,16 @@ from titanforge.metrics import activation_bytes, estimate_memory
 from titanforge.metrics.estimate import MemoryEstimate
 from titanforge.metrics.memory import GIB
 from titanforge.models.layers.loss import CHUNK_LOGITS
-from titanforge.optim import build_groups, exchange_lines, factor_values, state_bytes, update_bytes
-from titanforge.optim.param_groups import ParamGroupSpec
+from titanforge.optim import build_groups, exchange_lines, state_bytes, update_bytes
 from titanforge.optim.split import splits
 from titanforge.parallelisms import (
     ParallelDims,
     PipelinePlan,
     expert_modules,
-    expert_shard_dim,
     split_model,
     tensor_rank_weights,
 )
+from titanforge.replica_lines import averaged_factors, averages_states, replica_lines
 from titanforge.sync.encoded import sent_bytes
 
 
@@ -94,8 +93,7 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
     factors, code = averaged_factors(config, dims, args, optimizer_groups), config.sync.exchange_dtype
     if averages_states(config, dims) and code != "float32" and dims.tp == 1:
         check_exchange(config, [factors > 0 or not all(splits(group.rule) for group in optimizer_groups)])
-    if factors:
-        lines.append(f"  replicas average {factors:,} values of factors at a sync, sent as {code}")
+    lines += [f"  {line}" for line in replica_lines(config, dims, args, optimizer_groups)]
     kept_of_factors = sent_bytes(code, factors, dims.dp_replicate)
     gradient_bytes, in_backward, logits_kept = DTYPES[training.dtype].itemsize, set[str](), 0
     if config.forge.enable:
@@ -140,28 +138,6 @@ def dry_run_report(config: JobConfig, world_size: int, device_type: str) -> str:
         verdict = "fits" if estimate.total < 0.92 * capacity else "is unlikely to fit"
         lines.append(f"  {verdict} in the {capacity / GIB:.1f} GiB of this GPU")
     return "\n".join(lines)
-
-
-def averages_states(config: JobConfig, dims: ParallelDims) -> bool:
-    """Whether replicas average states in place of gradients."""
-    sync = config.sync
-    return dims.dp_replicate > 1 and (sync.policy != "every_step" or sync.reduce == "states")
-
-
-def averaged_factors(
-    config: JobConfig, dims: ParallelDims, args: Any, groups: Sequence[ParamGroupSpec]
-) -> int:
-    """Values of the whole model's factors that replicas average at a sync in place of momenta: of weights
-    that are whole within a replica, or of experts alone, of which each of its ranks holds whole ones."""
-    shards, experts = dims.degree("dp_shard_cp"), getattr(args, "n_experts", 0)
-    if not (averages_states(config, dims) and config.sync.low_rank):
-        return 0
-    if shards == dims.tp == 1:
-        return factor_values(groups)
-    in_rows = (
-        experts_in_rows(dims, experts) if dims.ep > 1 else expert_shard_dim(max(experts, 1), shards) == 1
-    )
-    return factor_values(groups, experts_alone=True) if experts and not in_rows else 0
 
 
 def rank_models(model: nn.Module, stages: PipelinePlan | None) -> Iterator[nn.Module]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from titanforge.layout import axis_lines
 from titanforge.metrics.memory import GIB, local_bytes
 from titanforge.metrics.plot import write_run_summary
+from titanforge.replica_lines import replica_lines
 
 if TYPE_CHECKING:
     from titanforge.trainer import Trainer
@@ -40,6 +41,8 @@ def announce(trainer: Trainer) -> None:
         options = ", ".join(f"{key} {value:g}" for key, value in group.options.items())
         lines.append(f"  optimizer  {group.name}: {group.num_parameters:,} parameters{here}, {options}")
     lines += [f"  {line}" for line in trainer.optimizer.report().splitlines()]
+    crossing = replica_lines(config, trainer.dims, trainer.model_args, trainer.optimizer.groups, here)
+    lines += [f"  {line}" for line in crossing]
     source = trainer.checkpointer.loaded_from
     if source is not None:
         lines.append(f"  start      step {trainer.step}, from {source}")

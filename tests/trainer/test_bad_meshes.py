@@ -211,18 +211,36 @@ def test_the_dry_run_counts_factors_of_whole_experts(tmp_path, monkeypatch, caps
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     dion = {"optimizer__name": "dion", "optimizer__dion__rank_fraction": 0.25, "sync__reduce": "states"}
 
-    def factors(ranks: int, **more: Any) -> int:
+    def lines(ranks: int, **more: Any) -> list[str]:
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         replicas = {"parallelism__data_parallel_replicate_degree": 2, "training__global_batch_size": None}
         arguments = {**QWEN_MOE, **dion, **replicas, "model__n_layers": 2, "model__hidden_dim": 16, **more}
         assert main(argv(tmp_path / "run", corpus, job__dry_run=True, **arguments)) == 0
-        told = [line for line in capsys.readouterr().out.splitlines() if "values of factors" in line]
-        return int(told[0].split()[2].replace(",", "")) if told else 0
+        told = capsys.readouterr().out.splitlines()
+        return [line.strip() for line in told if "values of factors" in line]
+
+    def factors(ranks: int, **more: Any) -> int:
+        told = lines(ranks, **more)
+        return int(told[0].split()[2].replace(",", "")) if told and "densely" not in told[0] else 0
 
     experts = 2 * 4 * 3 * 4 * (16 + 32)  # layers, experts, matrices; rank 4 of 16 x 32
     assert factors(2) > experts
     assert factors(4) == factors(4, parallelism__expert_parallel_degree=2) == experts
     assert factors(6) == 0  # three ranks hold rows of each
+    whole, needs = factors(2), "sync.low_rank needs weights that are whole within a replica, and "
+    assert len(lines(2)) == 1, "nothing is averaged densely"
+    shards = "parallelism.data_parallel_shard_degree"
+    assert lines(4)[1:] == [
+        f"replicas average the other momenta densely, not by {whole - experts:,} values of factors: {needs}"
+        f"{shards} = 2 cuts them"
+    ]
+    assert lines(6) == [
+        f"replicas average momenta densely, not by {whole:,} values of factors: {needs}{shards} = 3 cuts them"
+    ]
+    tensor = {"parallelism__tensor_parallel_degree": 2, "parallelism__expert_parallel_degree": 2}
+    (_, told) = lines(8, **tensor, model__n_kv_heads=2)
+    assert f"{shards} = 2 x parallelism.tensor_parallel_degree = 2 cuts them" in told
+    assert lines(6, sync__low_rank="false") == lines(6, optimizer__dion__rank_fraction=1.0) == []
     assert factors(4, sync__reduce="gradients") == 0
     # Where these are all that would go as codes, a run without any is refused.
     codes = {"optimizer__scalar__name": "sgd", "sync__exchange_dtype": "int4"}

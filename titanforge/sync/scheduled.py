@@ -10,7 +10,7 @@ from titanforge.sync.local_steps import LocalSteps
 
 
 class Scheduled(LocalSteps):
-    """interval - 1 local steps, in which replicas exchange nothing at all, then a sync. A forced sync (a
+    """interval - 1 local steps, in which the policy exchanges nothing at all, then a sync. A forced sync (a
     checkpoint) starts the count anew."""
 
     name = "scheduled"

@@ -72,8 +72,9 @@ class Sync:
     average_parameters: bool = True
     """Average weights at each sync; false: states alone (saves and evaluations average weights anyway)."""
     low_rank: bool = True
-    """Reduce the momenta of rules that can by their low-rank factors (Dion): the same update for fewer bytes.
-    Momenta themselves then stay each replica's own until a save or an evaluation averages them."""
+    """Reduce the momenta of rules that can by their low-rank factors (Dion), of weights that are whole within
+    a replica: the same update for fewer bytes. Momenta themselves then stay each replica's own until a save
+    or an evaluation averages them."""
     exchange_dtype: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
     """How replicas send what is formed anew for each exchange: gradients, and Dion's factors (`low_rank`).
     int8 and int4 have a scale for each 64 values. Sums are in fp32, and so are states and weights, which

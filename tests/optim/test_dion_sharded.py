@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.distributed_harness import run_distributed
@@ -176,6 +178,13 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], case: Case, s
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=near, equal_nan=True, msg=told)
 
 
+def cut(model: Model, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """By hand: FSDP would not cut columns unevenly."""
+    for layer in model.layers:
+        owner: Any = layer if isinstance(layer, nn.Linear) else layer.wqkv
+        owner.weight = nn.Parameter(distribute_tensor(owner.weight.detach(), mesh, placements))
+
+
 def on_ranks(rank: int, world_size: int, cases: Sequence[Case], device: str = "cpu", times: int = 1) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -185,9 +194,7 @@ def on_ranks(rank: int, world_size: int, cases: Sequence[Case], device: str = "c
         mesh = init_device_mesh(device, case.mesh or (world_size,))
         placements = case.placements or (Shard(case.dim),)
         model, sent = case.model(device, times), []
-        for layer in model.layers:  # by hand: FSDP would not cut columns unevenly
-            owner: Any = layer if isinstance(layer, nn.Linear) else layer.wqkv
-            owner.weight = nn.Parameter(distribute_tensor(owner.weight.detach(), mesh, placements))
+        cut(model, mesh, placements)
         found = train(case, model, sent)
         assert sum(sent) == STEPS * 4 * payload(model, 0 if case.per_head else 3), case
         expected = train(case, case.model(device, times), [])
@@ -214,3 +221,38 @@ def interpreted() -> None:
 @needs_interpreter
 def test_its_kernels_on_shards() -> None:
     run_interpreted(interpreted)
+
+
+def saves_and_loads(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
+    """Momenta that are views of one memory: as saved, and as another run on shards loads them."""
+    del rank
+    case, momenta = CASES[6], []
+    for run in range(2):
+        model = case.model("cpu", 1)
+        cut(model, init_device_mesh("cpu", (world_size,)), [Shard(0)])
+        optimizer: Any = build_optimizer(model, case.options(), case.weights)
+        states = optimizer.state_dict()
+        if run == 0:
+            for index, param in enumerate(model.parameters()):
+                drawn = torch.randn(param.shape, generator=torch.Generator().manual_seed(index))
+                param.grad = cut_like(drawn.to(param.dtype), param)  # pyright: ignore
+            optimizer.step()
+            dcp.save(states, checkpoint_id=folder)  # pyright: ignore
+        else:
+            dcp.load(states, checkpoint_id=folder)  # pyright: ignore
+            optimizer.load_state_dict(states)
+        found = optimizer.state_dict()["state"]
+        momenta.append({name: _whole(slots["m"]) for name, slots in found.items()})
+    return momenta
+
+
+def test_momenta_in_one_memory_are_saved_and_loaded(tmp_path: Path) -> None:
+    (saved, loaded), _ = run_distributed(saves_and_loads, 2, str(tmp_path))
+    case = CASES[6]
+    optimizer: Any = build_optimizer(case.model("cpu", 1), case.options(), case.weights)
+    states = optimizer.state_dict()
+    dcp.load(states, checkpoint_id=str(tmp_path))  # pyright: ignore
+    optimizer.load_state_dict(states)
+    for name, slots in optimizer.state_dict()["state"].items():
+        assert bool(saved[name].any()) and torch.equal(loaded[name], saved[name])
+        assert torch.equal(slots["m"], saved[name])

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -77,16 +77,20 @@ class PeerWatch:
         """Tell the other ranks that this one stops, because of `error`.
 
         Returns who is to blame, in words, where the error is only that of a collective; it waits for the
-        other ranks' answers then. None for an error of this rank's own.
+        other ranks' answers then. None for an error of this rank's own. The rank that keeps the store also
+        waits until others have heard.
         """
         with contextlib.suppress(Exception):
             if not is_lost_connection(error):
                 message = " ".join(str(error).split())[:500]
                 self._put(_FAILURE, f"rank {self._rank} failed: {type(error).__name__}: {message}")
+                self._let_others_hear(self._ranks)
                 return None
             self._answer()
             self._put(_TROUBLE, str(self._rank))
-            return self._verdict()
+            verdict = self._verdict()
+            self._let_others_hear([rank for rank in self._ranks if self._store.check([_answer_key(rank)])])
+            return verdict
         host = "rank 0, which keeps" if os.environ.get(_AGENT_STORE) != "True" else "torchrun, which keeps"
         return f"{host} the store of the process group, cannot be reached: gone, or its machine"
 
@@ -105,6 +109,15 @@ class PeerWatch:
         self._put(_FAILURE, verdict)
         return self._get(_FAILURE) or verdict  # the first that came to one speaks for all
 
+    def _let_others_hear(self, ranks: Sequence[int]) -> None:
+        """With the store goes the reason to end, and a rank that hangs would stay for good."""
+        self._store.set(_heard_key(self._rank), "")
+        if self._rank != 0 or os.environ.get(_AGENT_STORE) == "True":
+            return
+        end = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < end and not self._store.check([_heard_key(rank) for rank in ranks]):
+            time.sleep(0.1)
+
     def _answer(self) -> None:
         """Say where this rank is; once."""
         if self._answered:
@@ -122,6 +135,7 @@ class PeerWatch:
                 if self._store.check([_TROUBLE]):
                     self._answer()
                 if failure := self._get(_FAILURE):
+                    self._store.set(_heard_key(self._rank), "")
                     self._leave(failure)
                     return
         except Exception:
@@ -152,6 +166,10 @@ class PeerWatch:
 
 def _answer_key(rank: int) -> str:
     return f"where/{rank}"
+
+
+def _heard_key(rank: int) -> str:
+    return f"heard/{rank}"
 
 
 def blame(answers: dict[int, list[Any]], ranks: range) -> str:

@@ -135,6 +135,46 @@ def test_a_local_step_sends_nothing_and_rmmc_one_small_tensor(tmp_path):
     assert [line["grad_norm"] for line in seldom] == [logged[0]["grad_norm"], logged[-1]["grad_norm"]]
 
 
+def _delay(step_seconds: float, once: float) -> Callable[[Trainer, int], None]:
+    def before(trainer: Trainer, coming: int) -> None:
+        if trainer.runtime.rank == 1:
+            time.sleep(step_seconds + once * (coming == 3))
+
+    return before
+
+
+def _slowed(rank: int, world_size: int, runs: dict[str, list[str]], seconds: dict[str, tuple]) -> Any:
+    found = {}
+    for name, arguments in runs.items():
+        begin = time.monotonic()
+        found[name] = _train(arguments, _delay(*seconds.get(name, (0, 0)))), time.monotonic() - begin
+    return found
+
+
+def test_a_slow_replica_costs_time_and_changes_nothing(tmp_path):
+    """Though under `scheduled` it falls back by more than the timeout between syncs: hosts agree before."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl", documents=200)
+    timeout, steps = 4, 18
+    seconds = {"scheduled slow": (0.35, 0.0), "rmmc slow": (0.0, 1.5)}  # at each step, and once
+    between_syncs = {"scheduled": {"sync__interval": steps - 1}, "rmmc": {"sync__max_interval": 5}}
+    runs = {
+        name: _arguments(
+            tmp_path / name, corpus, name.split()[0], **between_syncs[name.split()[0]],
+            training__steps=steps, comm__train_timeout_seconds=timeout,
+        )
+        for name in ("scheduled", "rmmc", *seconds)
+    }  # fmt: skip
+    assert (steps - 2) * seconds["scheduled slow"][0] > timeout
+    for ranks in run_distributed(_slowed, 2, runs, seconds):
+        for name, (each, once) in seconds.items():
+            (slow, took), (plain, _) = ranks[name], ranks[name.split()[0]]
+            assert slow["ended"] == plain["ended"] == "NoneType" and slow["steps"] == steps
+            assert took > steps * each + once, "each replica waits for the other"
+            assert slow["tokens"] == plain["tokens"]
+            for step, (ours, theirs) in enumerate(zip(slow["weights"], plain["weights"], strict=True)):
+                assert not _unequal(ours, theirs), (name, step)
+
+
 def _raise_signal(rank: int, step: int) -> Callable[[Trainer, int], None]:
     def before(trainer: Trainer, coming: int) -> None:
         if trainer.runtime.rank == rank and coming == step:

@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 PORTABLE, PINGPONG, COOPERATIVE = "portable", "pp2", "coop"
 FORMS = (PORTABLE, PINGPONG, COOPERATIVE)
 AUTO = "auto"
-AUTO_TRITON = ("3.6",)
-"""Releases of Triton with which `auto` takes the Gluon forms: those that they were measured with, bit for bit
-and in time. Gluon is Triton's experimental language: with another release a kernel may wait for ever, so that
+AUTO_TRITON = ("3.6", "3.8")
+"""Releases of Triton with which `auto` takes the Gluon forms: those with which they ran on a GPU, bit for bit
+(with 3.6 timed, too). Gluon is Triton's experimental language: with another release a kernel may wait for ever, so that
 a user must have checked the forms (`check_forms`) or named one."""
-COMPILED_TRITON = ("3.7", "3.8", "3.9")
+COMPILED_TRITON = ("3.7", "3.9")
 """Releases with which every form was compiled for such a card, and not run on one."""
 FEW_TOKENS = 2048
 """Up to this many tokens `auto` takes the ping-pong form. H200, bf16 states: at 1024 the faster one by a

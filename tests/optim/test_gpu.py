@@ -244,7 +244,9 @@ def test_a_step_of_dobb_in_one_launch_equals_two() -> None:
 def dobb_on_gpus(rank: int, world_size: int) -> None:
     torch.cuda.set_device(rank)
     Run.device = "cuda"
-    layouts(rank, world_size, "", splits=((2, 1), (1, 2)))
+    # Products of planes are off by more than a CPU's, and differ with the last bits of what they are of: now
+    # and then an element of a basis is the next bf16, 2^-8 of its part of a move away.
+    layouts(rank, world_size, "", splits=((2, 1), (1, 2)), near=4e-3)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -27,8 +27,8 @@ FORMS = (PORTABLE, PINGPONG, COOPERATIVE)
 AUTO = "auto"
 AUTO_TRITON = ("3.6", "3.8")
 """Releases of Triton with which `auto` takes the Gluon forms: those with which they ran on a GPU, bit for bit
-(with 3.6 timed, too). Gluon is Triton's experimental language: with another release a kernel may wait for ever, so that
-a user must have checked the forms (`check_forms`) or named one."""
+(with 3.6 timed, too). Gluon is Triton's experimental language: with another release a kernel may wait for
+ever, so that a user must have checked the forms (`check_forms`) or named one."""
 COMPILED_TRITON = ("3.7", "3.9")
 """Releases with which every form was compiled for such a card, and not run on one."""
 FEW_TOKENS = 2048

@@ -153,8 +153,8 @@ class Forge:
     """Run the optimizer where the weight gradient is made, so that no gradient is stored."""
     kernel: str = "auto"
     """Form of the fused weight-gradient kernel: `portable` runs on any GPU; `pp2` (up to 2048 tokens) and
-    `coop` (more) on NVIDIA Hopper. `auto` chooses by shape and tokens, of the last two with Triton 3.6 and 3.8
-    only: with 3.7 and 3.9 they compile but have not run on a GPU, and `auto` takes them once
+    `coop` (more) on NVIDIA Hopper. `auto` chooses by shape and tokens, of the last two with Triton 3.6 and
+    3.8 only: with 3.7 and 3.9 they compile but have not run on a GPU, and `auto` takes them once
     `python -m titanforge.kernels.check_forms` found them right on the card. All give the same bits. A launch
     that a form does not take (ragged shapes, experts in `coop`) runs in the portable one."""
     clip: Literal["exact", "lagged"] = "exact"

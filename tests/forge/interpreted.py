@@ -43,6 +43,7 @@ def main() -> None:
         expected = train(plain, ordinary(plain, options, dtype), 0, steps)
         found[f"{name} {dtype}"] = {
             "bit exact": exact,
+            "formed differ by": largest_difference(weights(fused), weights(formed)),
             "losses differ by": max(abs(a - b) for a, b in zip(losses, expected)),
             "weights differ by": largest_difference(weights(fused), weights(plain)),
             "moved": largest_difference(weights(fused), weights(llama(torch_dtype, **sizes))),

@@ -38,22 +38,22 @@ def on_a_card_with(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
 def test_auto_takes_the_forms_that_passed_with_that_release_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_a_card_with(monkeypatch, "3.8.0")
+    on_a_card_with(monkeypatch, "3.9.0")
     assert "titanforge.kernels.check_forms` checks it on this card" in forms.untried(PINGPONG, CUDA)
     assert forms.form_for(512, CUDA) == PORTABLE
     wrong = {(COOPERATIVE, "int8"): "did not end within 240 s"}
     assert not check_all(CUDA, lambda form, name: wrong.get((form, name), ""))
     said = capsys.readouterr().out
     assert "coop  int8      did not end within 240 s" in said
-    assert "auto takes pp2 with card/triton 3.8.0" in said
-    assert json.loads(forms.checked_path().read_text()) == {"card/triton 3.8.0": [PINGPONG]}
-    on_a_card_with(monkeypatch, "3.8.0")
+    assert "auto takes pp2 with card/triton 3.9.0" in said
+    assert json.loads(forms.checked_path().read_text()) == {"card/triton 3.9.0": [PINGPONG]}
+    on_a_card_with(monkeypatch, "3.9.0")
     assert forms.form_for(512, CUDA) == PINGPONG
     assert forms.form_for(4096, CUDA) == PORTABLE
-    on_a_card_with(monkeypatch, "3.8.1")
+    on_a_card_with(monkeypatch, "3.9.1")
     assert forms.form_for(512, CUDA) == PORTABLE
     assert check_all(CUDA, lambda form, name: "")
-    on_a_card_with(monkeypatch, "3.8.1")
+    on_a_card_with(monkeypatch, "3.9.1")
     assert forms.form_for(4096, CUDA) == COOPERATIVE
 
 

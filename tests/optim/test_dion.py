@@ -286,7 +286,11 @@ def check_momenta_together(device: str = "cpu") -> None:
             assert low_rank_update(rule, batch, h, scale)
             found.append([(item.weight, item.auxiliary[0], item.states[0].values) for item in batch])
         for index, ((w, q, m), (other_w, other_q, other_m)) in enumerate(zip(*found)):
-            assert torch.equal(w, other_w) and torch.equal(q, other_q)
+            if device == "cpu":
+                assert torch.equal(w, other_w) and torch.equal(q, other_q)
+            # A GPU's library may choose another product for the same matrices elsewhere.
+            torch.testing.assert_close(w.float(), other_w.float(), rtol=2**-7, atol=1e-5, equal_nan=True)
+            torch.testing.assert_close(q, other_q, rtol=0, atol=1e-4, equal_nan=True)
             torch.testing.assert_close(m.float(), other_m.float(), rtol=2**-7, atol=1e-5)
             assert torch.equal(m, drawn[index]) == (index == 2 and parts == 1)
 

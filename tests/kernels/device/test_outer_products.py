@@ -22,7 +22,10 @@ def test_sums_are_those_of_float64(
     of_blocks = x.double().view(rows, blocks, width).transpose(0, 1)
     expected = before + of_blocks.mT @ of_blocks
     torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(total, total.mT, rtol=0, atol=0)
+    # One half is the other's mirror; within a diagonal tile numpy, by which the interpreter multiplies, may
+    # be a bit off on some CPUs.
+    near = 0.0 if total.is_cuda else 1e-5
+    torch.testing.assert_close(total, total.mT, rtol=0, atol=near)
     assert float(count) == 3 + rows
 
 

@@ -291,7 +291,13 @@ def check_momenta_together(device: str = "cpu") -> None:
             # A GPU's library may choose another product for the same matrices elsewhere.
             torch.testing.assert_close(w.float(), other_w.float(), rtol=2**-7, atol=1e-5, equal_nan=True)
             torch.testing.assert_close(q, other_q, rtol=0, atol=1e-4, equal_nan=True)
-            torch.testing.assert_close(m.float(), other_m.float(), rtol=2**-7, atol=1e-5)
+            # Some of cuBLAS's products are rounded to bf16 before they are subtracted, as of M/10 here.
+            apart, product = (
+                (m.float() - other_m.float()).abs(),
+                (drawn[index].float() - other_m.float()).abs(),
+            )
+            limit = 2**-7 * other_m.float().abs() + 2**-8 * product + 1e-5
+            assert torch.all((m == other_m) | (apart <= limit))
             assert torch.equal(m, drawn[index]) == (index == 2 and parts == 1)
 
 

@@ -265,6 +265,22 @@ def test_losses_are_compared_on_one_batch() -> None:
     assert step._last_of_first_batch([9, 8, 7, 6, 5], 3) == 6
 
 
+def test_step_compares_an_arm_with_the_baseline_of_its_own_tokens() -> None:
+    cells = [
+        {"method": method, "model": "llama3-8b", "seq_len": tokens, "ac": "none", "median_ms": ms}
+        for method, tokens, ms in (
+            ("forge-graph", 512, 60.0),
+            ("adamw-fused-compiled", 4096, 370.0),
+            ("adamw-fused-compiled", 512, 80.0),
+            ("forge-graph", 4096, 333.0),
+            ("forge-graph", 1024, 90.0),
+        )
+    ]
+    failed = {"name": "adamw-fused-compiled 1024", "error": "out of memory"}
+    found = [step._ratio(cell, [failed, *cells]) for cell in [*cells, failed]]
+    assert found == [0.75, 1.0, 1.0, 0.9, None, None]
+
+
 def test_methods_are_not_forwarded_to_a_cell() -> None:
     argv = ["--steps", "3", "--methods", "native-eager", "native-graph", "--tiny"]
     assert step._without(argv, "--methods") == ["--steps", "3", "--tiny"]

@@ -170,8 +170,9 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def _subtract_product(target: Tensor, a: Tensor, b: Tensor) -> None:
-    """target <- target - a b, of bf16, accumulated in fp32 and rounded once. A product of zeros leaves every
-    bit: -0 - (+0) is -0.
+    """target <- target - a b, of bf16, accumulated in fp32. A product of zeros leaves every bit: -0 - (+0) is
+    -0. Of cuBLAS's kernels some (nvjet's "badd", seen at small sizes on an H200) round the product to bf16
+    before they subtract it; the others, and CPUs, round once.
     """
     if a.is_cuda:
         target.baddbmm_(a, b, alpha=-1)

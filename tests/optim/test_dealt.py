@@ -120,7 +120,7 @@ def equals_one_process(mesh: DeviceMesh, placements: Sequence[Placement], recipe
 
 
 def counts_what_it_sends(mesh: DeviceMesh, dim: int) -> None:
-    """A rank's parts of all momenta; and the whole updates of every P-th matrix, in the order of shapes."""
+    """A rank's parts of all momenta; and the whole updates of every N-th matrix, in the order of shapes."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     model = spread(Model(), mesh, [Shard(dim)])
     optimizer = build(model, {"name": "Muon"})

@@ -6,10 +6,10 @@ moves its own part of the weights. What travels is what a single device begins a
 are stored, rounded to bf16 where products are of bf16 (on a GPU); O in the dtype of the products. With
 Nesterov G h[3] + h[4] M is formed on the shards, so that one tensor is sent and not two.
 
-Of each m x n matrix a rank of P even shards hands mn/P to the first exchange, its part, and on average mn/P
-to the second, the whole O of what it owns: 2 mn/P, of which (P - 1)/P leave the rank. Those are the bytes
+Of each m x n matrix a rank of N even shards hands mn/N to the first exchange, its part, and on average mn/N
+to the second, the whole O of what it owns: 2 mn/N, of which (N - 1)/N leave the rank. Those are the bytes
 that are recorded, as "momenta" and "updates". An all-gather of the momenta, the mn of the Dobb paper's Table
-3, sends (P - 1)/P of mn.
+3, sends (N - 1)/N of mn.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def test_every_key_is_documented():
 def test_docs_belong_to_their_own_field():
     docs = {path: key.doc for path, key in schema.all_keys().items()}
     assert docs["training.seq_len"] == "Tokens per sequence."
-    assert docs["optimizer.scalar.weight_decay"] == "Decoupled weight decay."
+    assert docs["optimizer.scalar.weight_decay"] == "Weight decay, in the way of the rule."
     assert "\n" not in docs["training.global_batch_size"]
     assert docs["training.global_batch_size"].endswith("reached by gradient accumulation.")
 

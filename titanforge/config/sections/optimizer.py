@@ -13,7 +13,7 @@ class ParamGroup:
     lr: float | None = None
     """Peak learning rate of this group; default `optimizer.lr`."""
     weight_decay: float | None = None
-    """Decoupled weight decay of this group; default `optimizer.weight_decay`."""
+    """Weight decay of this group; default `optimizer.weight_decay`."""
     beta1: float | None = None
     """First-moment decay of this group; default `optimizer.beta1`."""
     beta2: float | None = None
@@ -35,7 +35,7 @@ class ScalarOptimizer:
     eps: float = 1e-8
     """Added to the denominator."""
     weight_decay: float = 0.0
-    """Decoupled weight decay."""
+    """Weight decay, in the way of the rule."""
 
 
 @dataclass
@@ -99,13 +99,14 @@ class Optimizer:
     beta1: float = 0.9
     """First-moment decay (Adam family, Lion)."""
     beta2: float = 0.95
-    """Second-moment decay (Adam family, Lion)."""
+    """Second-moment decay (Adam family, RMSprop); Lion's of its momentum."""
     eps: float = 1e-8
-    """Added to the denominator (Adam family)."""
+    """Added to the denominator (Adam family, Adagrad, RMSprop, LAMB, AdaLomo, SM3)."""
     weight_decay: float = 0.1
-    """lambda: decoupled weight decay; norms, biases and embeddings get none unless a group says so."""
+    """lambda: weight decay, decoupled or L2 as the rule has it (docs/optimizers.md); norms, biases and
+    embeddings get none unless a group says so."""
     momentum: float = 0.9
-    """mu: momentum of SGD and of the matrix rules, whose papers take 0.95."""
+    """mu: momentum of SGD, LARS and the matrix rules; the papers of these take 0.95."""
     nesterov: bool = False
     """Nesterov momentum (SGD, Muon, RMNP, Dobb)."""
     update_scale: Literal["shared", "own", "rank_corrected"] = "shared"
@@ -158,7 +159,8 @@ class Forge:
     `python -m titanforge.kernels.check_forms` found them right on the card. All give the same bits. A launch
     that a form does not take (ragged shapes, experts in `coop`) runs in the portable one."""
     clip: Literal["exact", "lagged"] = "exact"
-    """How `training.max_norm` is honoured by fused weights: `exact` cannot be, `lagged` can."""
+    """How fused weights honour `training.max_norm`. `exact` needs every gradient before any update, so a
+    norm above 0 is refused; `lagged` takes the factor from the norms of the steps before."""
     accumulation: Literal["auto", "stash", "buffer"] = "auto"
     """How micro-batches are joined for rules that are not affine in the gradient."""
     keep_logits: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,10 +15,15 @@ from tests.kernels.test_block_basis import check_engine
 from tests.optim.test_dealt import RECIPES, kernels_equal_one_device
 from tests.optim.test_dion import check_inverse_factors, check_momenta_together
 from tests.optim.test_dion_sharded import CASES, on_ranks
+from tests.optim.test_dobb import T as DOBB_PERIOD
+from tests.optim.test_dobb import micro_batch
+from tests.optim.test_dobb import net as dobb_net
+from tests.optim.test_dobb import options as dobb_options
 from tests.optim.test_dobb_sharded import Run, layouts
 from titanforge.config.sections import Optimizer
 from titanforge.kernels.cholesky_qr import cholesky_qr_refresh
 from titanforge.optim import build_optimizer
+from titanforge.optim.dobb.capture import DobbCapture
 from titanforge.optim.dobb.refresh import eigenbases, refresh_bases
 from titanforge.optim.engine import RuleOptimizer
 from titanforge.optim.matrix_options import DobbOptions
@@ -271,3 +277,37 @@ def test_muon_on_two_gpus_equals_one() -> None:
 def test_dion_on_two_gpus_equals_one(times: int) -> None:
     """Matrices dealt to owners, two batches under way: against the form for whole weights."""
     run_distributed(on_ranks, 2, CASES, "cuda", times, backend="nccl")
+
+
+def test_a_late_refresh_beside_backward_reads_what_was_captured() -> None:
+    """Its stream comes late and backward allocates meanwhile: nobody is given the memory of the sums."""
+    ends = []
+    for overlap in (True, False):
+        model = dobb_net().cuda()
+        optimizer = build_optimizer(model, dobb_options(overlap_refresh=overlap), "float32")
+        assert isinstance(optimizer, RuleOptimizer)
+        capture = optimizer.capture
+        assert isinstance(capture, DobbCapture)
+        prepare = capture._prepare
+
+        def late(prepare: Callable[[], None] = prepare) -> None:
+            torch.cuda._sleep(200_000_000)  # about 0.1 s
+            prepare()
+
+        capture._prepare = late  # pyright: ignore[reportAttributeAccessIssue]
+        for step in range(2 * DOBB_PERIOD + 1):
+            optimizer.zero_grad()
+            optimizer.begin_step(1)
+            loss = model(micro_batch(step).cuda()).square().mean()
+            optimizer.before_backward(0)
+            sizes = [1, 64, 144, 4 * 144] if overlap else []  # of counts and of blocks
+            rubbish = [torch.full((size,), torch.nan, device="cuda") for size in sizes for _ in range(256)]
+            loss.backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+            del rubbish
+        ends.append((model.state_dict(), optimizer.state_dict()["state"]))
+    (weights, states), (their_weights, their_states) = ends
+    assert all(torch.equal(tensor, their_weights[name]) for name, tensor in weights.items())
+    for name, slots in states.items():
+        assert all(torch.equal(tensor, their_states[name][slot]) for slot, tensor in slots.items()), name

@@ -405,7 +405,11 @@ class LocalSteps(SyncPolicy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps, self._syncs = state.get("steps", 0), state.get("syncs", 0)
         self.local_steps = 0
-        self._owed = False
+        # What a run before the load trained on and decided is not of the one that goes on.
+        self._tokens, self._share = [0] * len(self._tokens), 1 / len(self._tokens)
+        self._trained.zero_()
+        self._told, self._left_out, self._owed = True, False, False
+        self._recent_syncs = 0.0
         self._apart = {True: False, False: False}
         self._momenta_apart = False
         self._forget_sent()

@@ -254,6 +254,9 @@ class DobbCapture(BasisKeeper):
             return
         # What it reads comes from the current stream; what it allocates is read when `refresh` has waited.
         self._side.wait_stream(torch.cuda.current_stream())
+        for made in self._sums or ():
+            for tensor in made:  # dropped before that stream has read them: backward would get their memory
+                tensor.record_stream(self._side)
         with torch.cuda.stream(self._side):
             self._prepare()
 

@@ -251,6 +251,8 @@ def test_factors_are_views_of_one_tensor_that_loading_fills() -> None:
         assert torch.equal(factor, drawn)
     whole = one_stack([factors[0], factors[1], factors[3]])
     assert whole is not None and one_stack(factors[1:]) is None
+    # In another order, or with one left out between, they are no such view.
+    assert one_stack([factors[1], factors[0]]) is None and one_stack([factors[0], factors[3]]) is None
     given = {name: {slot: t + 1 for slot, t in slots.items()} for name, slots in saved.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": given})
     assert torch.equal(whole[2], given["3.weight"]["q"])

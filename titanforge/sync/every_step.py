@@ -171,6 +171,9 @@ class EveryStep(SyncPolicy):
         if self._optimizer is not None:
             for param in bucket.params:
                 if self._optimizer.takes(param):
+                    if param.grad is not None and param.is_cuda:
+                        # Made on the stream of the hook it came by, which may use its memory again.
+                        local_part(param.grad).record_stream(torch.cuda.current_stream())
                     param.grad = None
         bucket.buffer = buffer
         # Empty shards are empty on every replica of them, so none waits for the others here.

@@ -138,10 +138,9 @@ def choose_config(
             return found
     form = form or form_for(tokens, device)
     if form == PINGPONG:
-        # Codes of int8 rounded at random take longer than moving the bytes: there both warpgroups may update
-        # at a time. bf16 is bound by moving them: there neighbouring slices go together.
+        # bf16 is bound by moving bytes: there neighbouring slices go together.
         group = 8 if k > _WIDE_ROWS else 1
-        return replace(_PINGPONG, group=group, overlap="int8_sr" in codecs, paired=codecs == "bf16-bf16-bf16")
+        return replace(_PINGPONG, group=group, paired=codecs == "bf16-bf16-bf16")
     if form == COOPERATIVE:
         return _COOPERATIVE
     if dtype == torch.float32:

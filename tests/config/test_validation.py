@@ -71,6 +71,8 @@ def test_shares_lie_between_0_and_1(path, value):
 
 def test_bucket_size_and_group_values():
     assert refusal_of("--sync.bucket_mib=0") == "sync.bucket_mib = 0.0: must be greater than 0"
+    tau = "optimizer.update_scale_tau"
+    assert refusal_of(f"--{tau}=0", "--optimizer.name=Muon") == f"{tau} = 0.0: must be greater than 0"
     groups = '[{pattern = "a"}, {pattern = "b", beta2 = 1.0}]'
     message = "optimizer.param_groups[1].beta2 = 1.0: must be at least 0 and less than 1"
     assert refusal_of("--optimizer.param_groups", groups) == message

@@ -24,7 +24,6 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "optimizer.eps": (0, None),
     "optimizer.weight_decay": (0, None),
     "optimizer.momentum": (0, 1),
-    "optimizer.update_scale_tau": (0, None),
     "optimizer.muon.steps": (1, None),
     "optimizer.dion.rank_fraction": (0, None),
     "optimizer.dobb.blocks": (1, None),
@@ -86,6 +85,7 @@ MINUS_ONE_OR_POSITIVE = (
     "training.global_batch_size",
     "parallelism.data_parallel_shard_degree",
 )
+ABOVE_ZERO = ("optimizer.update_scale_tau", "sync.bucket_mib")  # with a tau of 0 no matrix would move
 SHARES = ("optimizer.dion.rank_fraction", "lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor")
 
 
@@ -109,8 +109,9 @@ def check_bounds(config: JobConfig) -> None:
         value = schema.get_value(config, path)
         if value is not None and not 0 <= value <= 1:
             raise refusal(config, path, "must lie between 0 and 1")
-    if config.sync.bucket_mib <= 0:
-        raise refusal(config, "sync.bucket_mib", "must be greater than 0")
+    for path in ABOVE_ZERO:
+        if not schema.get_value(config, path) > 0:
+            raise refusal(config, path, "must be greater than 0")
     for i, group in enumerate(config.optimizer.param_groups):
         for name, value in vars(group).items():
             low, high = BOUNDS.get(f"optimizer.{name}", (0, None))
